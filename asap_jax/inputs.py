@@ -1,0 +1,167 @@
+"""From an attention call to per-head problems: layout, dtypes, masks, dropout.
+
+Attention functions take Flax's layout ``(..., length, heads, head_dim)``; everything behind
+them works on ``(..., heads, length, head_dim)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from asap_jax import checks, masks
+from asap_jax.scores import accumulation_dtype
+from asap_jax.scores import scores as make_scores
+
+IMPLEMENTATIONS = ("auto", "log")
+
+
+@flax.struct.dataclass
+class Problem:
+    """One attention call, per head: axes ``(..., heads, tokens, ...)``.
+
+    Attributes:
+      q ``(..., H, N, d)``, k ``(..., H, M, d)``, v ``(..., H, M, d_v)``: float32 at least, rows
+        of inactive tokens set to 0.
+      scores ``(..., H, N, M)``: with the bias, finite entries at masked places too.
+      mask: bool, broadcasting to the scores, or None.
+      validity: closure validities, or None for "all".
+      scale: the score scale.
+      dtype: dtype of the output.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    scores: jax.Array
+    mask: jax.Array | None
+    validity: masks.Validity | None
+    scale: float = flax.struct.field(pytree_node=False)
+    dtype: Any = flax.struct.field(pytree_node=False)
+
+
+def make_problem(query, key, value, bias, mask, *, scale: float | None, dtype=None,
+                 precision=None, is_causal=False, implementation="auto") -> Problem:
+    """Checks one attention call and brings it to per-head form.
+
+    Raises:
+      ValueError: ranks, lengths, head counts, masks or biases that do not fit; a causal call;
+        an unknown implementation.
+      TypeError: dtypes that are not real floating; settings that are not static.
+    """
+    checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+    refuse_causal(is_causal)
+    query, key, value = promote(query, key, value, dtype=dtype)
+    key, value = match_heads(query, key, value)
+    out_dtype = query.dtype
+    inner = accumulation_dtype(query)
+    q, k, v = (jnp.swapaxes(x, -2, -3).astype(inner) for x in (query, key, value))
+    shape = (*q.shape[:-1], k.shape[-2])
+    bias, bias_mask = masks.as_bias(bias, shape)
+    mask = masks.combine(masks.as_mask(mask, shape), bias_mask)
+    validity = masks.closure_validity(mask, shape)
+    if validity is not None:
+        q = masks.zero_inactive(q, validity.query)
+        k = masks.zero_inactive(k, validity.key)
+        v = masks.zero_inactive(v, validity.key)
+        if bias is not None:
+            bias = jnp.where(mask, bias, jnp.zeros_like(bias))
+    scale = 1.0 / q.shape[-1] ** 0.5 if scale is None else scale
+    s = make_scores(q, k, scale=scale, bias=bias, precision=precision)
+    return Problem(q, k, v, s, mask, validity, scale, out_dtype)
+
+
+def refuse_causal(is_causal) -> None:
+    """Raises ValueError for causal attention, with the reason."""
+    if checks.static_bool("is_causal", is_causal):
+        raise ValueError(
+            "is_causal=True is refused: the only lower-triangular matrix with unit row and column "
+            "sums is the identity, and a key closure reads later queries, so no causal "
+            "doubly-stochastic attention exists")
+
+
+def promote(query, key, value, *, dtype=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The three inputs in one real floating dtype (``dtype`` if given)."""
+    arrays = [checks.real_array(name, x)
+              for name, x in (("query", query), ("key", key), ("value", value))]
+    if dtype is None:
+        dtype = arrays[0].dtype
+        for x in arrays[1:]:
+            dtype = jnp.promote_types(dtype, x.dtype)
+    elif not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a real floating dtype, got {dtype}")
+    return tuple(x.astype(dtype) for x in arrays)
+
+
+def match_heads(query, key, value) -> tuple[jax.Array, jax.Array]:
+    """Checks shapes and repeats grouped key/value heads up to the query heads."""
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
+        raise ValueError(f"query, key and value must be (..., length, heads, head_dim) of equal "
+                         f"rank >= 3, got {shapes}")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"batch axes of query, key and value differ: {shapes}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"head_dim of query and key differ: {shapes}")
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"lengths of key and value differ: {shapes}")
+    if key.shape[-2] != value.shape[-2] or key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
+        raise ValueError(f"heads of key and value must be equal and divide those of query: "
+                         f"{shapes}")
+    if 0 in query.shape[-3:] or 0 in key.shape[-3:]:
+        raise ValueError(f"query, key and value must hold a token, a head and a channel: {shapes}")
+    repeats = query.shape[-2] // key.shape[-2]
+    if repeats == 1:
+        return key, value
+    return jnp.repeat(key, repeats, axis=-2), jnp.repeat(value, repeats, axis=-2)
+
+
+def dropout(weights: jax.Array, *, rng, rate, deterministic, broadcast: bool) -> jax.Array:
+    """Attention dropout after normalisation; it breaks the marginals by design.
+
+    ``broadcast`` shares one mask over the batch axes, as in Flax.
+
+    Raises:
+      ValueError: a rate outside [0, 1), or no rng where one is needed.
+    """
+    rate = checks.non_negative_float("dropout_rate", rate)
+    if rate >= 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    if rate == 0 or checks.static_bool("deterministic", deterministic):
+        return weights
+    if rng is None:
+        raise ValueError("dropout_rng is needed when dropout_rate > 0 and deterministic=False")
+    shape = weights.shape
+    if checks.static_bool("broadcast_dropout", broadcast):
+        shape = (1,) * max(0, len(shape) - 3) + shape[-3:]
+    keep = jax.random.bernoulli(rng, 1 - rate, shape)
+    return jnp.where(keep, weights / (1 - rate), jnp.zeros_like(weights))
+
+
+def finish(problem: Problem, weights: jax.Array, *, dropout_rng=None, dropout_rate=0.0,
+           broadcast_dropout=True, deterministic=True, precision=None, module=None,
+           return_weights=False):
+    """Dropout, value mixing and layout; ``(..., N, H, d_v)`` or ``(out, weights)``.
+
+    With ``module`` the weights are sown under Flax's name ``attention_weights``.
+    """
+    if module is not None:
+        _sow(module, weights.astype(problem.dtype))
+    mixed = dropout(weights, rng=dropout_rng, rate=dropout_rate, deterministic=deterministic,
+                    broadcast=broadcast_dropout)
+    out = jnp.einsum("...nm,...md->...nd", mixed, problem.v, precision=precision)
+    out = jnp.swapaxes(out, -2, -3).astype(problem.dtype)
+    if not checks.static_bool("return_weights", return_weights):
+        return out
+    return out, weights.astype(problem.dtype)
+
+
+def _sow(module, weights) -> None:
+    import flax.linen
+    import flax.nnx
+
+    kind = "intermediates" if isinstance(module, flax.linen.Module) else flax.nnx.Intermediate
+    module.sow(kind, "attention_weights", weights)

@@ -1,0 +1,169 @@
+"""Ridge least squares by streaming normal equations (paper, eq. asap_ls_closed_form)."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asap_jax import checks
+
+
+@flax.struct.dataclass
+class LeastSquaresFit:
+    """Result of a ridge fit.
+
+    Attributes:
+      coefficients: omega ``(F,)``, or ``(H, F)`` when fitted per head; always finite when the
+        data are.
+      r_squared: share of the target's second moment that is explained, ``()`` or ``(H,)``.
+      num_rows: regression rows used.
+      ok: bool, False when the data were empty or not finite (the coefficients are then 0).
+    """
+
+    coefficients: jax.Array
+    r_squared: jax.Array
+    num_rows: jax.Array
+    ok: jax.Array
+
+
+@flax.struct.dataclass
+class NormalEquations:
+    """Running sums of one pooled regression: Gram ``X'X``, ``X'y``, ``y'y`` and row count.
+
+    Sums add, so partial results merge across batches, devices and hosts
+    (``a + b``, or ``jax.lax.psum(equations, axis_name)``).
+    """
+
+    gram: jax.Array
+    moment: jax.Array
+    target_square: jax.Array
+    num_rows: jax.Array
+
+    @classmethod
+    def zero(cls, num_features: int, *, num_heads: int | None = None,
+             dtype=jnp.float32) -> "NormalEquations":
+        """Empty sums for F features, with a leading axis of heads when ``num_heads`` is given."""
+        lead = () if num_heads is None else (num_heads,)
+        f = checks.positive_int("num_features", num_features)
+        return cls(jnp.zeros((*lead, f, f), dtype), jnp.zeros((*lead, f), dtype),
+                   jnp.zeros(lead, dtype), jnp.zeros(lead, dtype))
+
+    def add(self, features, targets, valid=None) -> "NormalEquations":
+        """Adds rows ``features (..., N, F)``, ``targets (..., N)``.
+
+        ``valid`` (bool, broadcasting to the targets) drops rows, whatever they hold. With a
+        leading head axis in the sums the rows' third axis from the end is the head.
+
+        Raises:
+          ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
+        """
+        x, y = _rows(features, targets)
+        dtype = self.gram.dtype
+        x, y = x.astype(dtype), y.astype(dtype)
+        if x.shape[-1] != self.gram.shape[-1]:
+            raise ValueError(f"features of shape {x.shape} do not fit normal equations of "
+                             f"{self.gram.shape[-1]} features")
+        keep = checks.validity("valid", valid, y.shape)
+        x = jnp.where(keep[..., None], x, jnp.zeros_like(x))
+        y = jnp.where(keep, y, jnp.zeros_like(y))
+        heads = self.gram.ndim == 3
+        if heads and (x.ndim < 3 or x.shape[-3] != self.gram.shape[0]):
+            raise ValueError(f"features of shape {x.shape} must have {self.gram.shape[0]} heads "
+                             f"on axis -3")
+        if heads:
+            by_head = lambda z, rest: jnp.moveaxis(z, -2 - rest, 0).reshape(
+                z.shape[-2 - rest], -1, *z.shape[z.ndim - rest:])
+            x, y, keep = by_head(x, 1), by_head(y, 0), by_head(keep, 0)
+        else:
+            x, y, keep = x.reshape(-1, x.shape[-1]), y.reshape(-1), keep.reshape(-1)
+        exact = jax.lax.Precision.HIGHEST
+        return NormalEquations(
+            self.gram + jnp.einsum("...rf,...rg->...fg", x, x, precision=exact),
+            self.moment + jnp.einsum("...rf,...r->...f", x, y, precision=exact),
+            self.target_square + jnp.sum(y * y, -1),
+            self.num_rows + jnp.sum(keep, -1, dtype=dtype))
+
+    def __add__(self, other: "NormalEquations") -> "NormalEquations":
+        return jax.tree.map(jnp.add, self, other)
+
+    def pooled(self) -> "NormalEquations":
+        """The sums over heads, for one coefficient vector a layer."""
+        return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
+
+    def solve(self, ridge=1e-3) -> LeastSquaresFit:
+        """The minimiser of ``|X w - y|^2 + ridge |w|^2`` (unnormalised ridge, no intercept).
+
+        Solved by symmetric eigendecomposition; directions below the rounding floor are dropped,
+        so the answer is never NaN and a singular Gram gives the minimum-norm one at ridge 0.
+
+        Raises:
+          ValueError: ``ridge < 0`` or not finite.
+        """
+        ridge = checks.non_negative_float("ridge", ridge)
+        finite = (jnp.isfinite(self.gram).all((-1, -2)) & jnp.isfinite(self.moment).all(-1)
+                  & jnp.isfinite(self.target_square))
+        ok = finite & (self.num_rows > 0)
+        gram = jnp.where(ok[..., None, None], self.gram, jnp.zeros_like(self.gram))
+        moment = jnp.where(ok[..., None], self.moment, jnp.zeros_like(self.moment))
+        if ridge == 0:
+            w = _pseudo_solve(gram, moment)
+        else:  # unit diagonal first: features of any size then share one rounding floor
+            size = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1) + ridge)
+            system = gram + ridge * jnp.eye(gram.shape[-1], dtype=gram.dtype)
+            system = system / (size[..., :, None] * size[..., None, :])
+            w = _pseudo_solve(system, moment / size) / size
+        w = jnp.where(jnp.isfinite(w), w, jnp.zeros_like(w))
+        residual = (self.target_square - 2 * jnp.sum(w * moment, -1)
+                    + jnp.einsum("...f,...fg,...g->...", w, gram, w,
+                                 precision=jax.lax.Precision.HIGHEST))
+        tiny = jnp.finfo(gram.dtype).tiny
+        r_squared = 1 - residual / jnp.maximum(self.target_square, tiny)
+        return LeastSquaresFit(w, jnp.where(ok, r_squared, jnp.zeros_like(r_squared)),
+                               self.num_rows, ok)
+
+
+def _pseudo_solve(matrix, rhs):
+    """Minimum-norm solution; eigenvalues below the rounding floor of the sums are dropped."""
+    exact = jax.lax.Precision.HIGHEST
+    values, vectors = jnp.linalg.eigh(matrix)
+    floor = jnp.finfo(matrix.dtype).eps * matrix.shape[-1] * jnp.abs(values).max(-1, keepdims=True)
+    keep = values > floor
+    inverse = jnp.where(keep, 1 / jnp.where(keep, values, jnp.ones_like(values)),
+                        jnp.zeros_like(values))
+    rotated = inverse * jnp.einsum("...fe,...f->...e", vectors, rhs, precision=exact)
+    return jnp.einsum("...fe,...e->...f", vectors, rotated, precision=exact)
+
+
+def fit_ls(features, targets, *, ridge=1e-3, valid=None) -> LeastSquaresFit:
+    """Pooled ridge least squares of a dual on features (paper, eq. asap_ls).
+
+    Args:
+      features: ``(..., N, F)``; all leading axes, heads included, are pooled.
+      targets: ``(..., N)`` centred duals, cost coordinates.
+      ridge: unnormalised lambda >= 0 (``M N lambda_risk`` in the paper's risk units).
+      valid: bool, broadcasting to the targets: rows that count.
+
+    Returns:
+      LeastSquaresFit with ``.coefficients (F,)``.
+
+    Raises:
+      ValueError: shapes that do not fit, ``ridge < 0``, concrete data that are empty or not
+        finite in a valid row (under a trace ``.ok`` tells). TypeError: other dtypes.
+    """
+    x, y = _rows(features, targets)
+    dtype = jnp.float64 if jnp.float64 in (x.dtype, y.dtype) else jnp.float32
+    fit = NormalEquations.zero(x.shape[-1], dtype=dtype).add(x, y, valid).solve(ridge)
+    if not isinstance(fit.ok, jax.core.Tracer) and not bool(np.asarray(fit.ok)):
+        raise ValueError(f"features of shape {x.shape} and targets of shape {y.shape} hold no "
+                         f"valid row or a value that is not finite")
+    return fit
+
+
+def _rows(features, targets):
+    x, y = checks.real_array("features", features), checks.real_array("targets", targets)
+    if x.ndim < 2 or x.shape[:-1] != y.shape:
+        raise ValueError(f"features of shape {x.shape} and targets of shape {y.shape} must be "
+                         f"(..., N, F) and (..., N)")
+    return x, y

@@ -1,0 +1,122 @@
+"""Masks, additive biases and the two validities.
+
+A mask has the rank of the scores ``(..., heads, N, M)`` with size-1 axes allowed; True or 1
+means "may attend". It is never turned into a finite number: a column normalisation would
+cancel any constant fill.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asap_jax import checks
+
+MASKED_BIAS = -1e8
+
+
+class Validity(NamedTuple):
+    """Active tokens, bool: ``query (..., N)`` and ``key (..., M)``."""
+
+    query: jax.Array
+    key: jax.Array
+
+
+def as_mask(mask, shape: tuple, name: str = "mask") -> jax.Array | None:
+    """A bool mask that broadcasts to the scores ``shape (..., N, M)``, or None.
+
+    Accepts bool and 0/1 of any int or float dtype (Flax's mask makers return float32).
+
+    Raises:
+      ValueError: another rank, a shape that does not broadcast, or concrete values that are
+        neither 0 nor 1 (additive masks are given as ``bias``).
+      TypeError: a complex mask.
+    """
+    if mask is None:
+        return None
+    array = jnp.asarray(mask)
+    checks.broadcasts_to(name, array.shape, "scores", shape)
+    if array.dtype == bool:
+        return array
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must be bool or 0/1, got dtype {array.dtype}")
+    if not isinstance(array, jax.core.Tracer) and not np.isin(np.asarray(array), (0, 1)).all():
+        raise ValueError(f"{name} of shape {array.shape} must hold only 0 and 1; "
+                         f"give additive masks as bias")
+    return array != 0
+
+
+def as_bias(bias, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
+    """Splits an additive bias into (finite bias, mask of its entries that are not masked).
+
+    Entries <= -1e8, and the most negative finite value of a narrower dtype, count as masked.
+    Both results broadcast to the scores ``shape``. A bias whose values are known and mask
+    nothing gives no mask.
+    """
+    if bias is None:
+        return None, None
+    array = checks.real_array("bias", bias)
+    checks.broadcasts_to("bias", array.shape, "scores", shape)
+    limit = max(MASKED_BIAS, float(jnp.finfo(array.dtype).min))
+    masked = array <= limit
+    finite = jnp.where(masked, jnp.zeros_like(array), array)
+    if not isinstance(array, jax.core.Tracer) and not np.asarray(masked).any():
+        return finite, None
+    return finite, ~masked
+
+
+def combine(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    """Logical and of two masks, either of which may be None."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def closure_validity(mask: jax.Array | None, shape: tuple) -> Validity | None:
+    """Tokens that take part in the marginals: a query with a key, a key with a query.
+
+    ``shape`` is that of the scores ``(..., N, M)``; None stands for "every token".
+    """
+    if mask is None:
+        return None
+    query = jnp.broadcast_to(mask.any(-1), shape[:-1])
+    key = jnp.broadcast_to(mask.any(-2), (*shape[:-2], shape[-1]))
+    return Validity(query, key)
+
+
+def feature_validity(validity: Validity | None, padding: str) -> Validity | None:
+    """Tokens that carry features, centring and regression rows.
+
+    ``padding="self"`` with N = M: tokens active as query and as key (a masked key is a padded
+    token). Otherwise the validities of the closures.
+    """
+    if validity is None or padding == "none":
+        return validity
+    if validity.query.shape[-1] != validity.key.shape[-1]:
+        return validity
+    token = validity.query & validity.key
+    return Validity(token, token)
+
+
+def masked_mean(x: jax.Array, valid: jax.Array | None, axis: int) -> jax.Array:
+    """Mean of ``x`` over ``axis`` (kept) where ``valid``; 0 where nothing is valid."""
+    if valid is None:
+        return x.mean(axis, keepdims=True)
+    total = jnp.where(valid, x, jnp.zeros_like(x)).sum(axis, keepdims=True)
+    count = valid.sum(axis, keepdims=True, dtype=x.dtype)
+    return total / jnp.maximum(count, jnp.ones_like(count))
+
+
+def center(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    """The zero-mean projection Pi_0 over the last axis, mean taken over ``valid`` entries."""
+    return x - masked_mean(x, valid, -1)
+
+
+def zero_inactive(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """``x (..., N, d)`` with the rows of inactive tokens set to 0, so nothing in them spreads."""
+    if valid is None:
+        return x
+    return jnp.where(valid[..., None], x, jnp.zeros_like(x))

@@ -1,0 +1,110 @@
+"""Exact one-dimensional Kantorovich potentials on slices (paper, eq. sliced_source_potential)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from asap_jax import checks, masks, slices
+from asap_jax.scores import accumulation_dtype, resolve_scale
+
+OUTSIDE = ("extend", "zero")
+
+
+def potential_1d(a: jax.Array, b: jax.Array, a_valid: jax.Array, b_valid: jax.Array) -> jax.Array:
+    """Source potential of the monotone matching under the cost ``(a - b)^2 / 2``.
+
+    The convex function phi is piecewise linear with ``phi(a_(1)) = 0``; its slope after the t-th
+    sorted valid query is the key quantile ``b_(ceil(t m / n))`` (``b_(t)`` for n = m, the
+    paper's formula), ``b_(1)`` before the first and ``b_(m)`` after the last. The potential is
+    ``a^2 / 2 - phi(a)``, up to a constant.
+
+    It is summed as increments ``(a_(t+1) - a_(t)) ((a_(t+1) + a_(t)) / 2 - slope_t)``, which do
+    not change under a common shift of a and b, and evaluated at every a, valid or not. Equal
+    arguments give equal values, so ties are harmless.
+
+    Args:
+      a: query projections ``(N,)``; b: key projections ``(M,)``.
+      a_valid, b_valid: bool ``(N,)``, ``(M,)``: the support, n and m entries.
+
+    Returns:
+      ``(N,)``; 0 everywhere when n or m is 0.
+    """
+    size = a.shape[0]
+    n, m = a_valid.sum(dtype=jnp.uint32), b_valid.sum(dtype=jnp.uint32)
+    knots = _sorted_support(a, a_valid, n)
+    keys = _sorted_support(b, b_valid, m)
+    t = jnp.arange(1, size + 1, dtype=jnp.uint32)
+    one = jnp.uint32(1)
+    quantile = (jnp.minimum(t, n) * m + n - one) // jnp.maximum(n, one)
+    slopes = keys[jnp.maximum(quantile, one) - one]
+    steps = jnp.diff(knots) * (0.5 * (knots[1:] + knots[:-1]) - slopes[:-1])
+    heights = jnp.concatenate([jnp.zeros_like(knots[:1]), jnp.cumsum(steps)])
+    after = jnp.searchsorted(knots, a, side="right")
+    at = jnp.maximum(after - 1, 0)
+    slope = jnp.where(after == 0, keys[0], slopes[at])
+    value = heights[at] + (a - knots[at]) * (0.5 * (a + knots[at]) - slope)
+    return jnp.where((n > 0) & (m > 0), value, jnp.zeros_like(value))
+
+
+def _sorted_support(x: jax.Array, valid: jax.Array, count: jax.Array) -> jax.Array:
+    """The valid entries in ascending order, then the last of them repeated (0 if there is none)."""
+    ordered = jnp.sort(jnp.where(valid, x, jnp.inf))
+    last = ordered[jnp.maximum(count, jnp.uint32(1)) - jnp.uint32(1)]
+    last = jnp.where(count > 0, last, jnp.zeros_like(last))
+    return jnp.where(jnp.arange(x.shape[0], dtype=jnp.uint32) < count, ordered, last)
+
+
+def sliced_potentials(q, k, directions, *, scale: float | None = None, query_valid=None,
+                      key_valid=None, outside: str = "extend") -> jax.Array:
+    """Sliced source potentials X_Theta(Q, K), centred over the valid queries, in cost units.
+
+    Paper, eq. sliced_projections and sliced_source_potential; any N and M, masked supports.
+    Projections are multiplied by ``sqrt(scale)``. One common vector, the mean of the valid
+    keys, is taken from q and k before projecting: the potential does not change under a common
+    shift, its float32 evaluation would. For a key-side dual swap the roles of q and k.
+
+    Args:
+      q: queries ``(..., N, d)``; k: keys ``(..., M, d)``.
+      directions: ``(L, d)``; rows are normalised to unit length.
+      scale: score scale > 0; ``1 / sqrt(d)`` when None.
+      query_valid, key_valid: bool, broadcasting to ``(..., N)`` and ``(..., M)``: the supports.
+      outside: ``"extend"`` evaluates the same piecewise-linear potential at the other queries,
+        ``"zero"`` gives them 0.
+
+    Returns:
+      ``(..., N, L)`` in float32, or float64 when q or k is.
+
+    Raises:
+      TypeError: dtypes that are not real floating.
+      ValueError: shapes that do not fit, ``scale <= 0``, an unknown ``outside``.
+    """
+    q, k = checks.real_array("q", q), checks.real_array("k", k)
+    checks.heads_last_dim(q, k)
+    checks.one_of("outside", outside, OUTSIDE)
+    directions = checks.real_array("directions", directions)
+    if directions.ndim != 2 or directions.shape[-1] != q.shape[-1]:
+        raise ValueError(f"directions of shape {directions.shape} must be (L, {q.shape[-1]}) to "
+                         f"fit q of shape {q.shape}")
+    if q.shape[-2] == 0 or k.shape[-2] == 0:
+        raise ValueError(f"q of shape {q.shape} and k of shape {k.shape} must hold a token")
+    dtype = accumulation_dtype(q, k)
+    q, k, directions = q.astype(dtype), k.astype(dtype), directions.astype(dtype)
+    query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
+    key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+
+    common = masks.masked_mean(k, key_valid[..., None], -2)
+    k = masks.zero_inactive(k - common, key_valid)
+    q = q - common
+    bank = math.sqrt(resolve_scale(scale, q.shape[-1])) * slices.unit_rows(directions)
+    project = functools.partial(jnp.einsum, "...nd,ld->...ln", precision=jax.lax.Precision.HIGHEST)
+    over_slices = jax.vmap(potential_1d, in_axes=(0, 0, None, None))
+    potential = jnp.vectorize(over_slices, signature="(l,n),(l,m),(n),(m)->(l,n)")
+    x = potential(project(q, bank), project(k, bank), query_valid, key_valid)
+    x = masks.center(x, query_valid[..., None, :])
+    if outside == "zero":
+        x = jnp.where(query_valid[..., None, :], x, jnp.zeros_like(x))
+    return jnp.swapaxes(x, -1, -2)

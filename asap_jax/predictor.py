@@ -1,0 +1,156 @@
+"""The predictor: features and a head that give a dual without the scaling loop.
+
+Paper, eq. asap_source_prediction: ``f_hat = Pi_0(X_Theta(Q, K) omega)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asap_jax import checks, ctransform, features, masks
+from asap_jax.scores import query_shift
+
+SIDES = ("query", "key")
+BASELINES = ("none", "first_step")
+
+
+@flax.struct.dataclass
+class LinearHead:
+    """Linear map from features to a dual: coefficients ``(F,)`` shared, or ``(H, F)`` per head."""
+
+    coefficients: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x (..., H, N, F)`` to ``(..., H, N)``."""
+        w = jnp.asarray(self.coefficients).astype(x.dtype)
+        if w.ndim not in (1, 2) or w.shape[-1] != x.shape[-1]:
+            raise ValueError(f"coefficients of shape {w.shape} do not fit features of shape "
+                             f"{x.shape}: expected ({x.shape[-1]},) or (heads, {x.shape[-1]})")
+        exact = jax.lax.Precision.HIGHEST
+        if w.ndim == 1:
+            return jnp.einsum("...nf,f->...n", x, w, precision=exact)
+        if x.ndim < 3 or x.shape[-3] != w.shape[0]:
+            raise ValueError(f"coefficients of shape {w.shape} are for {w.shape[0]} heads, "
+                             f"features of shape {x.shape} have another number")
+        return jnp.einsum("...hnf,hf->...hn", x, w, precision=exact)
+
+
+@flax.struct.dataclass(init=False)
+class Predictor:
+    """Predicts a centred dual of one side, in cost coordinates.
+
+    ``Predictor(directions=..., coefficients=...)`` is the shorthand for the paper's: one family
+    of sliced potentials under a linear head. A ``flax.struct`` pytree.
+
+    Attributes:
+      features: tuple of feature families, concatenated; each owns its arrays.
+      head: from features to a dual, for instance ``LinearHead``.
+      token_bias: ``(length,)`` added to the dual by position, or None.
+      statistics: numbers measured while calibrating (a dict of arrays), or None.
+      side: ``"query"`` or ``"key"``: whose dual this is.
+      baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
+        of that side from the zero dual (residual log-sum-exp).
+    """
+
+    features: tuple[Any, ...]
+    head: Any
+    token_bias: jax.Array | None
+    statistics: Any
+    side: str = flax.struct.field(pytree_node=False)
+    baseline: str = flax.struct.field(pytree_node=False)
+
+    def __init__(self, features=(), head=None, *, directions=None, coefficients=None,
+                 token_bias=None, statistics=None, side="query", baseline="none"):
+        if directions is not None:
+            features = (_families.SlicedPotentials(directions), *features)
+        if coefficients is not None:
+            if head is not None:
+                raise ValueError("give a head or coefficients, not both")
+            head = LinearHead(coefficients)
+        checks.one_of("side", side, SIDES)
+        checks.one_of("baseline", baseline, BASELINES)
+        features = tuple(features) if isinstance(features, list) else features
+        for name, value in dict(features=features, head=head, token_bias=token_bias,
+                                statistics=statistics, side=side, baseline=baseline).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def coefficients(self) -> jax.Array:
+        """The coefficients of a linear head, ``(F,)`` or ``(H, F)``."""
+        return self.head.coefficients
+
+
+_families = features
+
+
+def predict(predictor: Predictor, q, k, *, scale: float | None = None, query_valid=None,
+            key_valid=None, scores=None, epsilon: float = 1.0, mask=None) -> jax.Array:
+    """The predicted dual of ``predictor.side``, centred over its valid tokens, cost coordinates.
+
+    Args:
+      predictor: the fitted predictor.
+      q: queries ``(..., N, d)``; k: keys ``(..., M, d)``; a per-head head needs heads on axis -3.
+      scale: score scale; ``1 / sqrt(d)`` when None.
+      query_valid, key_valid: bool, broadcasting to ``(..., N)``, ``(..., M)``: feature validities.
+      scores, epsilon, mask: only for ``baseline="first_step"``.
+
+    Returns:
+      ``(..., N)`` for the query side, ``(..., M)`` for the key side. Subtract ``query_shift`` of
+      that side before a closure on the score kernel.
+
+    Raises:
+      ValueError: shapes that do not fit, a missing head or features.
+    """
+    if not predictor.features or predictor.head is None:
+        raise ValueError("predictor needs at least one feature family and a head (for instance "
+                         "Predictor(directions=..., coefficients=...))")
+    q, k = checks.real_array("q", q), checks.real_array("k", k)
+    x, valid = design_matrix(predictor.features, predictor.side, q, k, scale=scale,
+                             query_valid=query_valid, key_valid=key_valid)
+    dual = predictor.head(x)
+    if predictor.token_bias is not None:
+        bias = jnp.asarray(predictor.token_bias).astype(dual.dtype)
+        if bias.shape != dual.shape[-1:]:
+            raise ValueError(f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} "
+                             f"tokens")
+        dual = dual + bias.reshape((1,) * (dual.ndim - 1) + bias.shape)
+    if predictor.baseline == "first_step":
+        if scores is None:
+            raise ValueError("baseline='first_step' needs scores")
+        dual = dual + first_step(scores, predictor.side, q, k, scale=scale, epsilon=epsilon,
+                                 mask=mask)
+    return masks.center(dual, valid)
+
+
+def design_matrix(families, side: str, q, k, *, scale=None, query_valid=None, key_valid=None):
+    """Features for the dual of ``side`` and the validity of its tokens.
+
+    Returns ``(x (..., N, F), valid (..., N))``, with M for N on the key side.
+    """
+    query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
+    key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+    if side == "key":
+        q, k, query_valid, key_valid = k, q, key_valid, query_valid
+    x = features.concatenate(families, q, k, scale=scale, query_valid=query_valid,
+                             key_valid=key_valid)
+    return x, query_valid
+
+
+def first_step(scores, side: str, q, k, *, scale=None, epsilon=1.0, mask=None) -> jax.Array:
+    """The side's first half-step from the zero dual, cost coordinates: ``T(0) + shift``."""
+    if side == "query":
+        zero, transform, own = scores[..., 0, :], ctransform.query_ctransform, q
+    else:
+        zero, transform, own = scores[..., 0], ctransform.key_ctransform, k
+    dual = transform(scores, jnp.zeros_like(zero), epsilon=epsilon, mask=mask)
+    return dual + query_shift(own, scale=scale).astype(dual.dtype)
+
+
+def is_finite(predictor: Predictor) -> bool:
+    """Whether every array of a concrete predictor is finite."""
+    return all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(predictor))

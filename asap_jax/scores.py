@@ -1,0 +1,60 @@
+"""Scores and the shift between score and cost coordinates (paper, eq. 1 and eq. 5)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from asap_jax import checks
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """``scale`` as a Python float > 0, ``1 / sqrt(head_dim)`` when None."""
+    return 1.0 / math.sqrt(head_dim) if scale is None else checks.positive_float("scale", scale)
+
+
+def scores(q, k, *, scale: float | None = None, bias=None, precision=None) -> jax.Array:
+    """Scores ``s_ij = scale <q_i, k_j> + bias_ij`` (paper, eq. scaled_dot_product_score).
+
+    Args:
+      q: queries ``(..., N, d)``.
+      k: keys ``(..., M, d)``.
+      scale: > 0; ``1 / sqrt(d)`` when None.
+      bias: additive, of the rank of the scores and broadcasting to them.
+      precision: matmul precision, as in ``jax.lax.Precision``.
+
+    Returns:
+      ``(..., N, M)`` in float32, or float64 when q or k is.
+
+    Raises:
+      TypeError: a dtype that is not real floating.
+      ValueError: shapes that do not fit, ``scale <= 0``.
+    """
+    q, k = checks.real_array("q", q), checks.real_array("k", k)
+    checks.heads_last_dim(q, k)
+    dtype = accumulation_dtype(q, k)
+    s = resolve_scale(scale, q.shape[-1]) * jnp.einsum(
+        "...nd,...md->...nm", q.astype(dtype), k.astype(dtype), precision=precision)
+    if bias is None:
+        return s
+    bias = checks.real_array("bias", bias)
+    checks.broadcasts_to("bias", bias.shape, "scores", s.shape)
+    return s + bias.astype(dtype)
+
+
+def query_shift(q, *, scale: float | None = None) -> jax.Array:
+    """The shift ``rho_i = scale |q_i|^2 / 2`` of shape ``(..., N)`` (paper, eq. quadratic cost).
+
+    Cost-coordinate duals are score-coordinate duals plus this shift; the keys' kappa is the
+    same function of k.
+    """
+    q = checks.real_array("q", q)
+    q = checks.at_least_f32(q)
+    return 0.5 * resolve_scale(scale, q.shape[-1]) * jnp.sum(q * q, axis=-1)
+
+
+def accumulation_dtype(*arrays: jax.Array):
+    """float64 if any of the arrays is float64, float32 otherwise."""
+    return jnp.float64 if any(a.dtype == jnp.float64 for a in arrays) else jnp.float32

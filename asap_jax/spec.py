@@ -1,0 +1,67 @@
+"""The teacher's finite-budget convention, as one hashable value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from asap_jax import checks
+
+KEY_MASSES = ("balanced", "unit")
+PADDINGS = ("self", "none")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class SinkhornSpec:
+    """Settings of one finite-budget Sinkhorn attention layer (paper, Background).
+
+    The spec is frozen, hashable and registered as a static pytree, so it may be passed
+    straight through ``jax.jit`` without being marked static.
+
+    Attributes:
+      num_steps: S >= 1, the number of half-normalisations, rows first. S = 1 is row softmax;
+        odd S ends on rows, even S on columns. There is no early stop.
+      epsilon: entropic regularisation > 0; the kernel is ``exp(scores / epsilon)``.
+      key_mass: target column sum of every active key, attention scale. ``"balanced"``: active
+        queries / active keys, so both marginals can hold; ``"unit"``: 1, the paper's
+        padded-text convention.
+      padding: which tokens carry features and regression rows. ``"self"``: tokens active as
+        query and as key (self-attention); ``"none"``: active queries (cross-attention).
+        Lengths that differ are always treated as ``"none"``.
+      scale: score scale > 0, or None for ``1 / sqrt(head_dim)``.
+
+    Raises:
+      TypeError: a setting of the wrong type.
+      ValueError: a setting out of range.
+    """
+
+    num_steps: int = 10
+    epsilon: float = 1.0
+    key_mass: str = "balanced"
+    padding: str = "self"
+    scale: float | None = None
+
+    def __post_init__(self):
+        set_field = lambda name, value: object.__setattr__(self, name, value)
+        set_field("num_steps", checks.positive_int("num_steps", self.num_steps))
+        set_field("epsilon", checks.positive_float("epsilon", self.epsilon))
+        if self.scale is not None:
+            set_field("scale", checks.positive_float("scale", self.scale))
+        checks.one_of("key_mass", self.key_mass, KEY_MASSES)
+        checks.one_of("padding", self.padding, PADDINGS)
+
+    @property
+    def last_step(self) -> str:
+        """``"row"`` for odd ``num_steps``, ``"column"`` for even."""
+        return "row" if self.num_steps % 2 else "column"
+
+    def side_before_end(self, before_end: int) -> str:
+        """Side (``"query"`` or ``"key"``) of the dual ``before_end`` half-steps before the end."""
+        return "query" if (self.num_steps - before_end) % 2 else "key"
+
+    def score_scale(self, head_dim: int) -> float:
+        """The score scale for heads of width ``head_dim``."""
+        return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
