@@ -1,13 +1,17 @@
 """Doubly-stochastic (Sinkhorn) attention in JAX, compiled to a layer without the loop."""
 
-from asap_jax import metrics
+from asap_jax import linen, metrics, nnx
+from asap_jax.artifact import load, save
 from asap_jax.attention import asap_attention, sinkhorn_attention, softmax_attention
+from asap_jax.capture import CompiledState
+from asap_jax.compile import CompileResult
 from asap_jax.ctransform import attention_weights, key_ctransform, query_ctransform
 from asap_jax.features import SlicedPotentials
 from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
 from asap_jax.potentials import sliced_potentials
 from asap_jax.predictor import LinearHead, Predictor, predict
 from asap_jax.scores import query_shift, scores
+from asap_jax.report import CompileReport, LayerReport
 from asap_jax.sinkhorn import SinkhornDuals, sinkhorn_duals
 from asap_jax.slices import slice_directions
 from asap_jax.spec import SinkhornSpec

@@ -26,7 +26,7 @@ _KEYWORDS = """
       dtype: computation dtype of the inputs and the output; inside, float32 at least.
       precision: matmul precision of the scores and of the product with the values.
       module: a Flax module to sow the weights into.
-      is_causal: refused when True, with the reason.
+      is_causal, qk_attn_weights_einsum, attn_weights_value_einsum: refused, with the reason.
 """
 
 
@@ -34,7 +34,8 @@ def sinkhorn_attention(query, key, value, bias=None, mask=None, *, spec: Sinkhor
                        return_weights: bool = False, implementation: str = "auto",
                        dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True,
                        deterministic=True, dtype=None, precision=None, module=None,
-                       is_causal=False):
+                       is_causal=False, qk_attn_weights_einsum=None,
+                       attn_weights_value_einsum=None):
     """Finite-budget Sinkhorn attention (paper, eq. sinkhorn_iterations), the teacher.
 
     Args:
@@ -57,7 +58,8 @@ def sinkhorn_attention(query, key, value, bias=None, mask=None, *, spec: Sinkhor
     _check_spec(spec)
     p = inputs.make_problem(query, key, value, bias, mask, scale=spec.scale, dtype=dtype,
                             precision=precision, is_causal=is_causal,
-                            implementation=implementation)
+                            implementation=implementation,
+                            einsums=(qk_attn_weights_einsum, attn_weights_value_einsum))
     kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
     weights = closing.finish(
         kernel, jnp.zeros_like(kernel[..., 0, :]), side="key", num_steps=spec.num_steps,
@@ -71,7 +73,8 @@ def asap_attention(query, key, value, bias=None, mask=None, *, predictor: Predic
                    spec: SinkhornSpec, closures="two_sided", return_weights: bool = False,
                    implementation: str = "auto", dropout_rng=None, dropout_rate=0.0,
                    broadcast_dropout=True, deterministic=True, dtype=None, precision=None,
-                   module=None, is_causal=False):
+                   module=None, is_causal=False, qk_attn_weights_einsum=None,
+                   attn_weights_value_einsum=None):
     """The compiled layer: predict a dual, then close (paper, eq. asap_source_prediction ff.).
 
     Args:
@@ -96,7 +99,8 @@ def asap_attention(query, key, value, bias=None, mask=None, *, predictor: Predic
     num_steps = num_closures(closures, predictor.side, spec)
     p = inputs.make_problem(query, key, value, bias, mask, scale=spec.scale, dtype=dtype,
                             precision=precision, is_causal=is_causal,
-                            implementation=implementation)
+                            implementation=implementation,
+                            einsums=(qk_attn_weights_einsum, attn_weights_value_einsum))
     kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
     dual = predicted_dual(predictor, p, spec)
     weights = closing.finish(
@@ -111,7 +115,8 @@ def softmax_attention(query, key, value, bias=None, mask=None, *, scale: float |
                       return_weights: bool = False, implementation: str = "auto",
                       dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True,
                       deterministic=True, dtype=None, precision=None, module=None,
-                      is_causal=False):
+                      is_causal=False, qk_attn_weights_einsum=None,
+                      attn_weights_value_einsum=None):
     """Row-softmax attention, the plain Transformer baseline.
 
     Arguments and result as ``sinkhorn_attention``; equals it at ``num_steps=1, epsilon=1``.
@@ -120,7 +125,8 @@ def softmax_attention(query, key, value, bias=None, mask=None, *, scale: float |
     scale = None if scale is None else checks.positive_float("scale", scale)
     p = inputs.make_problem(query, key, value, bias, mask, scale=scale, dtype=dtype,
                             precision=precision, is_causal=is_causal,
-                            implementation=implementation)
+                            implementation=implementation,
+                            einsums=(qk_attn_weights_einsum, attn_weights_value_einsum))
     kernel = ctransform.log_kernel(p.scores, 1.0, p.mask)
     weights = ctransform.closure_weights(kernel, jnp.zeros_like(kernel[..., 0, :]), -1, 0.0)
     return inputs.finish(p, weights, dropout_rng=dropout_rng, dropout_rate=dropout_rate,

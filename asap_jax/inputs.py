@@ -44,7 +44,7 @@ class Problem:
 
 
 def make_problem(query, key, value, bias, mask, *, scale: float | None, dtype=None,
-                 precision=None, is_causal=False, implementation="auto") -> Problem:
+                 precision=None, is_causal=False, implementation="auto", einsums=()) -> Problem:
     """Checks one attention call and brings it to per-head form.
 
     Raises:
@@ -54,6 +54,9 @@ def make_problem(query, key, value, bias, mask, *, scale: float | None, dtype=No
     """
     checks.one_of("implementation", implementation, IMPLEMENTATIONS)
     refuse_causal(is_causal)
+    if any(einsum is not None for einsum in einsums):
+        raise ValueError("qk_attn_weights_einsum and attn_weights_value_einsum are not supported: "
+                         "scores and closures are computed in float32 at least")
     query, key, value = promote(query, key, value, dtype=dtype)
     key, value = match_heads(query, key, value)
     out_dtype = query.dtype

@@ -1,0 +1,273 @@
+"""One file a compiled model: ``save`` and the strict ``load``.
+
+The file is an ``.npz`` archive: every array by name, and ``header``, UTF-8 JSON with the format,
+the library versions, the layers (spec with its mask convention, ending, feature families,
+shapes) and a fingerprint of the teacher's parameters. It never holds pickled objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from asap_jax import linen as aj_linen
+from asap_jax import nnx as aj_nnx
+from asap_jax.capture import CompiledState
+from asap_jax.compile import CompileResult, group_by_path
+from asap_jax.features import FAMILIES
+from asap_jax.predictor import LinearHead, Predictor
+from asap_jax.spec import SinkhornSpec
+
+FORMAT = 1
+MAGIC = "asap_jax compiled model"
+_TYPES = {"SinkhornSpec": SinkhornSpec, "CompiledState": CompiledState, "Predictor": Predictor,
+          "LinearHead": LinearHead}
+
+
+def save(path, result: CompileResult) -> None:
+    """Writes a compiled model's states to one file, atomically.
+
+    Args:
+      path: file to write, used as it is; an existing file is replaced.
+      result: what ``compile`` returned.
+
+    Raises:
+      TypeError: not a CompileResult.
+      OSError: the file cannot be written; an older file is then left whole.
+    """
+    if not isinstance(result, CompileResult):
+        raise TypeError(f"result must be a CompileResult, got {type(result).__name__}")
+    teacher = result.variables if result.model is None else result.model
+    arrays: dict[str, np.ndarray] = {}
+    header = dict(
+        magic=MAGIC, format=FORMAT,
+        versions=dict(asap_jax=_version(), jax=jax.__version__, flax=flax.__version__),
+        framework=_framework(teacher), teacher=fingerprint(teacher),
+        layers={layer: _pack(state, layer, arrays) for layer, state in result.states.items()})
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    _write(os.fspath(path), buffer.getbuffer())
+
+
+def load(path, *, like):
+    """Reads a compiled model back onto its teacher.
+
+    Args:
+      path: a file that ``save`` wrote.
+      like: the teacher: its linen variables, or the nnx model. Left unchanged.
+
+    Returns:
+      The variables with the ``"asap"`` collection, or a compiled copy of the nnx model.
+
+    Raises:
+      ValueError: not such a file, damaged, of a later format, or for another teacher; the
+        message names the layer or parameter and both shapes or settings.
+      OSError: the file cannot be read.
+    """
+    header, arrays = _read(os.fspath(path))
+    framework = _framework(like)
+    if header["framework"] != framework:
+        raise ValueError(f"{path}: compiled from a {header['framework']} model, like is "
+                         f"{framework}")
+    _same_teacher(header["teacher"], fingerprint(like), path)
+    states = {layer: _unpack(tree, layer, arrays) for layer, tree in header["layers"].items()}
+    if framework == "nnx":
+        return _onto_nnx(like, states, path)
+    _same_states(states, group_by_path(
+        {k: v for k, v in like.get(aj_linen.STATE, {}).items()}, CompiledState), path)
+    kept = {name: tree for name, tree in like.items()
+            if name not in (aj_linen.STATE, aj_linen.CAPTURE)}
+    return {**kept, aj_linen.STATE: aj_linen.state_tree(states)}
+
+
+def fingerprint(teacher) -> dict[str, list]:
+    """Parameter path to ``[shape, dtype, sha256 of its bytes]``.
+
+    ``teacher``: linen variables (their ``"params"``) or an nnx model (its ``nnx.Param``).
+    """
+    if isinstance(teacher, nnx.Module):
+        flat = [("/".join(map(str, path)), variable.get_value())
+                for path, variable in nnx.to_flat_state(nnx.state(teacher, nnx.Param))]
+    else:
+        leaves = jax.tree_util.tree_flatten_with_path(teacher.get("params", {}))[0]
+        flat = [("/".join(str(getattr(k, "key", k)) for k in path), leaf) for path, leaf in leaves]
+    result = {}
+    for name, leaf in flat:
+        array = np.ascontiguousarray(np.asarray(leaf))
+        digest = hashlib.sha256(array.tobytes()).hexdigest()
+        result[name] = [list(array.shape), str(array.dtype), digest]
+    return result
+
+
+def _onto_nnx(model, states, path):
+    modules = aj_nnx.sinkhorn_layers(model)
+    missing = [layer for layer in states if layer not in modules]
+    if missing:
+        raise ValueError(f"{path}: layers {missing} are not in the model; its Sinkhorn layers "
+                         f"are {list(modules)}")
+    for layer, state in states.items():
+        if modules[layer].spec != state.spec:
+            raise ValueError(f"{path}: layer {layer!r} was compiled for {state.spec}, the model "
+                             f"has {modules[layer].spec}")
+    _same_states(states, {layer: module.asap.get_value() for layer, module in modules.items()
+                          if module.asap is not None}, path)
+    compiled = nnx.clone(model)
+    aj_nnx.attach(compiled, states)
+    return compiled
+
+
+def _same_teacher(saved: Mapping, found: Mapping, path) -> None:
+    """Raises ValueError naming up to five parameters that differ."""
+    problems = []
+    for name in sorted({*saved, *found}):
+        if name not in found:
+            problems.append(f"{name}: missing in the model (saved with shape {saved[name][0]})")
+        elif name not in saved:
+            problems.append(f"{name}: not in the file (model has shape {found[name][0]})")
+        elif saved[name][:2] != found[name][:2]:
+            problems.append(f"{name}: saved {saved[name][1]}{saved[name][0]}, model "
+                            f"{found[name][1]}{found[name][0]}")
+        elif saved[name][2] != found[name][2]:
+            problems.append(f"{name}: same shape {saved[name][0]}, other values")
+    if problems:
+        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{path}: compiled from another teacher; parameters differ:\n  "
+                         + "\n  ".join(problems[:5]) + more)
+
+
+def _same_states(saved: Mapping, present: Mapping, path) -> None:
+    """Raises ValueError when ``like`` already holds states that differ in shape or setting."""
+    for layer, old in present.items():
+        if layer not in saved:
+            raise ValueError(f"{path}: holds no state for layer {layer!r}, which like has; it "
+                             f"has {list(saved)}")
+        a, b = (jax.tree_util.tree_flatten_with_path(s)[0] for s in (saved[layer], old))
+        names = lambda leaves: {jax.tree_util.keystr(k): v for k, v in leaves}
+        a, b = names(a), names(b)
+        for name in sorted({*a, *b}):
+            show = lambda leaf: "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+            if show(a.get(name)) != show(b.get(name)):
+                raise ValueError(f"{path}: layer {layer!r} field {name}: saved "
+                                 f"{show(a.get(name))}, like has {show(b.get(name))}")
+        for setting in ("spec", "closures"):
+            if getattr(saved[layer], setting) != getattr(old, setting):
+                raise ValueError(f"{path}: layer {layer!r} {setting}: saved "
+                                 f"{getattr(saved[layer], setting)!r}, like has "
+                                 f"{getattr(old, setting)!r}")
+
+
+def _pack(value: Any, name: str, arrays: dict) -> Any:
+    """JSON for a tree of known dataclasses; arrays go to ``arrays`` under their path."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return {"tuple": [_pack(v, f"{name}/{i}", arrays) for i, v in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return {"dict": {k: _pack(v, f"{name}/{k}", arrays) for k, v in value.items()}}
+    if dataclasses.is_dataclass(value):
+        kind = getattr(value, "family", type(value).__name__)
+        if kind not in _TYPES and kind not in FAMILIES:
+            raise TypeError(f"{name}: {type(value).__name__} is not registered and cannot be saved")
+        fields = {f.name: _pack(getattr(value, f.name), f"{name}/{f.name}", arrays)
+                  for f in dataclasses.fields(value)}
+        return {"type": kind, "fields": fields}
+    array = np.asarray(value)
+    arrays[name] = array.view(np.uint8) if array.dtype.kind == "V" and array.ndim else array
+    return {"array": name, "shape": list(array.shape), "dtype": str(array.dtype)}
+
+
+def _unpack(tree: Any, name: str, arrays: Mapping) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    if "tuple" in tree:
+        return tuple(_unpack(v, f"{name}/{i}", arrays) for i, v in enumerate(tree["tuple"]))
+    if "dict" in tree:
+        return {k: _unpack(v, f"{name}/{k}", arrays) for k, v in tree["dict"].items()}
+    if "array" in tree:
+        if tree["array"] not in arrays:
+            raise ValueError(f"{name}: array missing from the file")
+        array = arrays[tree["array"]]
+        dtype = jnp.dtype(tree["dtype"])
+        array = array.view(dtype) if array.dtype != dtype else array
+        if list(array.shape) != tree["shape"]:
+            raise ValueError(f"{name}: header says shape {tree['shape']}, the file holds "
+                             f"{list(array.shape)}")
+        return jnp.asarray(array)
+    kind = _TYPES.get(tree["type"]) or FAMILIES.get(tree["type"])
+    if kind is None:
+        raise ValueError(f"{name}: unknown type {tree['type']!r}; register its feature family "
+                         f"before loading (known: {sorted([*_TYPES, *FAMILIES])})")
+    known = {f.name for f in dataclasses.fields(kind)}
+    if known != set(tree["fields"]):
+        raise ValueError(f"{name}: fields {sorted(tree['fields'])} do not fit "
+                         f"{kind.__name__} with {sorted(known)}")
+    return kind(**{k: _unpack(v, f"{name}/{k}", arrays) for k, v in tree["fields"].items()})
+
+
+def _read(path: str) -> tuple[dict, dict]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        header = json.loads(bytes(arrays.pop("header")).decode())
+        known = header["magic"] == MAGIC
+    except OSError:
+        raise
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: not a whole asap_jax file ({error})") from error
+    if not known:
+        raise ValueError(f"{path}: not an asap_jax file")
+    if header["format"] != FORMAT:
+        raise ValueError(f"{path}: format {header['format']} of asap_jax "
+                         f"{header['versions']['asap_jax']}, this version reads format {FORMAT}")
+    return header, arrays
+
+
+def _write(path: str, data) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _framework(teacher) -> str:
+    if isinstance(teacher, nnx.Module):
+        return "nnx"
+    if isinstance(teacher, Mapping):
+        return "linen"
+    raise TypeError(f"like must be linen variables or an nnx.Module, got {type(teacher).__name__}")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("asap_jax")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "uninstalled"

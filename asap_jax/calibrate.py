@@ -1,0 +1,134 @@
+"""Calibration of one layer: from a record to normal equations and to fidelity figures.
+
+Pure functions of one layer's record; layers stacked by a scan are mapped over.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from asap_jax import attention, closures as closing, inputs, masks, metrics
+from asap_jax.capture import CompiledState, Record
+from asap_jax.least_squares import NormalEquations
+from asap_jax.predictor import design_matrix, predict
+from asap_jax.scores import query_shift
+from asap_jax.sinkhorn import sinkhorn_duals
+from asap_jax.spec import SinkhornSpec
+
+
+def target_dual(p: inputs.Problem, spec: SinkhornSpec, before_end: int | None):
+    """The dual to be predicted, cost coordinates, and its side.
+
+    The closure-ready source dual when ``before_end`` is None, the aligned dual otherwise.
+    Dual and shift are centred apart before they are added, which keeps float32 digits.
+    Returns ``(dual (..., N), side, valid)``; ``valid`` are the regression rows.
+    """
+    duals = sinkhorn_duals(p.scores, spec=spec, mask=p.mask, before_end=before_end)
+    side = "query" if before_end is None else duals.aligned_side
+    dual = duals.source if before_end is None else duals.aligned
+    validity = masks.feature_validity(p.validity, spec.padding)
+    valid = None if validity is None else getattr(validity, side)
+    shift = query_shift(p.q if side == "query" else p.k, scale=p.scale)
+    return masks.center(dual, valid) + masks.center(shift, valid), side, validity
+
+
+@functools.partial(jax.jit, static_argnames="before_end")
+def layer_sums(record: Record, families, *, before_end: int | None) -> NormalEquations:
+    """Normal equations of one record, per head: ``gram (H, F, F)`` (paper, algorithm 1, LS).
+
+    A stacked record gives a leading axis of layers.
+    """
+    def sums(record):
+        p = problem(record)
+        y, side, validity = target_dual(p, record.spec, before_end)
+        x, valid = design_matrix(families, side, p.q, p.k, scale=p.scale,
+                                 query_valid=None if validity is None else validity.query,
+                                 key_valid=None if validity is None else validity.key)
+        zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
+        return zero.add(x, y, valid)
+    return over_stack(sums, record)
+
+
+@functools.partial(jax.jit, static_argnames="budgets")
+def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, ...]):
+    """Fidelity of every operator to the teacher on one record (one *case*).
+
+    Operators: the compiled layer with its own closures, the paper's other operator when the
+    source dual was predicted, and Sinkhorn at each of ``budgets``.
+
+    Returns a dict from operator name to a dict of scalars: ``rel_l2``, ``output_rmse``,
+    ``row_error``, ``column_error``; ``"fit"`` holds ``r_squared`` of the predicted dual.
+    A stacked record gives arrays over its layers.
+    """
+    def fidelity(record, predictor):
+        spec = record.spec
+        call = functools.partial(_call, record)
+        reference = call(attention.sinkhorn_attention, spec=spec)
+        p = problem(record)
+        target = jnp.exp(jnp.asarray(closing.log_key_target(
+            spec.key_mass, p.mask, p.scores.shape, p.scores.dtype)))
+
+        def measure(operator):
+            out, weights = operator
+            valid = p.validity or masks.Validity(None, None)
+            return dict(rel_l2=metrics.attention_rel_l2(weights, reference[1]),
+                        output_rmse=metrics.output_rmse(out, reference[0]),
+                        row_error=metrics.row_error(weights, valid.query),
+                        column_error=metrics.column_error(weights, valid.key, target))
+
+        result = {}
+        for name, closures in operators(state.closures).items():
+            result[name] = measure(call(attention.asap_attention, spec=spec, closures=closures,
+                                        predictor=predictor))
+        for steps in budgets:
+            small = SinkhornSpec(steps, spec.epsilon, spec.key_mass, spec.padding, spec.scale)
+            result[f"Sinkhorn S={steps}"] = measure(call(attention.sinkhorn_attention, spec=small))
+        result["teacher"] = measure(reference)
+        result["fit"] = dict(r_squared=_r_squared(p, spec, state, predictor))
+        return result
+    return over_stack(fidelity, record, state.predictor)
+
+
+def operators(closures) -> dict:
+    """The compiled operators a fit gives, by their names in reports."""
+    if isinstance(closures, str):
+        return {"ASAP-0": "one_sided", "ASAP": "two_sided"}
+    return {f"ASAP n={closures}": closures}
+
+
+def problem(record: Record) -> inputs.Problem:
+    """The per-head problem of a record."""
+    return inputs.make_problem(record.query, record.key, record.value, record.bias, record.mask,
+                               scale=record.spec.scale)
+
+
+def over_stack(function, record: Record, *rest):
+    """``function(record, *rest)``, mapped one by one over the layer axes of a stacked record."""
+    if not record.stack:
+        return function(record, *rest)
+    inner = lambda args: over_stack(function, *args)
+    return jax.lax.map(inner, (record, *rest))
+
+
+def before_end_of(closures) -> int | None:
+    """Which dual ``closures`` starts from: None (source) by name, n (aligned) for an int."""
+    return None if isinstance(closures, str) else int(closures)
+
+
+def _call(record, function, **settings):
+    out, weights = function(record.query, record.key, record.value, record.bias, record.mask,
+                            return_weights=True, **settings)
+    return out.astype(jnp.promote_types(out.dtype, jnp.float32)), weights
+
+
+def _r_squared(p, spec, state, predictor):
+    y, _, validity = target_dual(p, spec, before_end_of(state.closures))
+    dual = predict(predictor, p.q, p.k, scale=p.scale, scores=p.scores, epsilon=spec.epsilon,
+                   mask=p.mask, query_valid=None if validity is None else validity.query,
+                   key_valid=None if validity is None else validity.key)
+    valid = None if validity is None else getattr(validity, predictor.side)
+    keep = lambda x: x if valid is None else jnp.where(valid, x, jnp.zeros_like(x))
+    return 1 - jnp.sum(jnp.square(keep(y - dual))) / jnp.sum(jnp.square(keep(y)))

@@ -1,0 +1,197 @@
+"""Sinkhorn attention for Flax linen: the module, compiling, saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import flax.linen as nn
+import jax
+
+from asap_jax import attention, capture
+from asap_jax import compile as compiling
+from asap_jax.capture import CompiledState, Record
+from asap_jax.spec import SinkhornSpec
+
+STATE = "asap"
+CAPTURE = "asap_capture"
+SCAN_CURE = (f"inside nn.scan / nn.vmap add the two collections, for instance "
+             f"nn.scan(..., variable_axes={{'params': 0, '{STATE}': 0, '{CAPTURE}': 0}}); inside "
+             f"another lifted transform let it pass them too")
+
+
+class SinkhornAttention(nn.Module):
+    """Sinkhorn attention as ``attention_fn`` of stock linen attention.
+
+    ``nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=SinkhornAttention(spec))``: one
+    instance per layer; it has no parameters, so the parameter tree is that of stock attention.
+
+    It runs the teacher, ``sinkhorn_attention``. When the collection ``"asap"`` holds its state
+    it runs ``asap_attention`` instead. When the collection ``"asap_capture"`` is mutable it
+    records its inputs there, with dropout off, for calibration.
+
+    Attributes:
+      spec: the teacher's finite-budget convention.
+      implementation: see ``sinkhorn_attention``; not part of any saved state.
+    """
+
+    spec: SinkhornSpec
+    implementation: str = "auto"
+
+    @nn.compact
+    def __call__(self, query, key, value, bias=None, mask=None, *, return_weights=False,
+                 dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True, deterministic=True,
+                 dtype=None, precision=None, module=None, is_causal=False,
+                 qk_attn_weights_einsum=None, attn_weights_value_einsum=None):
+        """Arguments and result as ``sinkhorn_attention``."""
+        path = "/".join(self.path)
+        if not self.is_initializing():
+            recording = self.is_mutable_collection(CAPTURE)
+            if recording:
+                if self.has_variable(CAPTURE, "record"):
+                    raise ValueError(capture.SHARED_INSTANCE.format(
+                        path=path, old=f"collection {CAPTURE!r}"))
+                record = Record.of(query, key, value, bias, mask, self.spec)
+                self.put_variable(CAPTURE, "record", record)
+                deterministic = True
+            capture.note("recorded" if recording else "unrecorded", path)
+        options = dict(
+            spec=self.spec, implementation=self.implementation, return_weights=return_weights,
+            dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout, deterministic=deterministic, dtype=dtype,
+            precision=precision, module=module, is_causal=is_causal,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum)
+        if not self.has_variable(STATE, "state"):
+            return attention.sinkhorn_attention(query, key, value, bias, mask, **options)
+        state = self.get_variable(STATE, "state")
+        state.check(self.spec, path)
+        capture.note("compiled", path)
+        return attention.asap_attention(query, key, value, bias, mask, predictor=state.predictor,
+                                        closures=state.closures, **options)
+
+
+def compile(model: nn.Module, variables: Mapping, batches: Iterable[Any], *,
+            apply_kwargs: Mapping[str, Any] | None = None,
+            forward: Callable[[Any, Any], Any] | None = None, holdout: float = 0.2, seed: int = 0,
+            layers: Sequence[str] | None = None, recipe: str = "paper", objective: str = "ls",
+            num_slices: int = 32, closures: str | int = "two_sided", ridge: float = 1e-3,
+            coefficients: str = "pooled") -> compiling.CompileResult:
+    """Compiles the SinkhornAttention layers of a trained linen model (paper, algorithm 1).
+
+    Args:
+      model: any linen module that uses ``SinkhornAttention`` as ``attention_fn``.
+      variables: its trained variables; left unchanged.
+      batches: an iterable of unlabeled calibration batches, read once. An array is passed as it
+        is, a tuple as ``*batch``, a dict as ``**batch``.
+      apply_kwargs: further keywords of ``model.apply``, such as ``{"train": False}``. Dropout is
+        always off while calibrating.
+      forward: ``forward(variables, batch)`` instead, any function that calls ``model.apply``
+        once; jitted inside it, it must itself pass ``mutable=["asap_capture"]`` and return
+        ``(output, state)``.
+      holdout: share of the batches that the fit does not see and the report is measured on.
+      seed: seed of the slice directions.
+      layers: paths of the layers to compile; all when None.
+      recipe: ``"paper"`` (ASAP: sliced potentials, pooled over heads).
+      objective: ``"ls"`` (ASAP-LS).
+      num_slices: L.
+      closures: ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0), or an int n (aligned dual).
+      ridge: unnormalised lambda >= 0.
+      coefficients: ``"pooled"`` over heads or ``"per_head"``.
+
+    Returns:
+      CompileResult with ``.variables`` (the compiled model's) and ``.report``.
+
+    Raises:
+      ValueError, TypeError: with the reason: no such layer, num_steps = 1, no data, data that
+        are not finite, a layer inside a transform that drops the collections, settings out of
+        range.
+    """
+    options = compiling.Options(holdout, seed, layers, recipe, objective, num_slices, closures,
+                                ridge, coefficients)
+    variables = {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
+    run = forward or _apply(model, dict(apply_kwargs or {}))
+    recorded = jax.jit(lambda variables, batch: _record(run, variables, batch))
+    last = []
+
+    def records(batch):
+        last[:] = [batch]
+        with capture.observe() as observer:
+            found = recorded(variables, batch)
+        if observer.unrecorded:
+            raise ValueError(f"layers {list(observer.unrecorded)} ran but could not record: a "
+                             f"transform around them drops the collection {CAPTURE!r}. "
+                             + SCAN_CURE)
+        return found
+
+    states, report = compiling.compile_layers(records, batches, options)
+    compiled = {**variables, STATE: state_tree(states)}
+    with capture.observe() as observer:
+        jax.eval_shape(lambda v, b: _quiet(run, v, b), compiled, last[0])
+    missing = [path for path in states if path not in observer.compiled]
+    if missing:
+        raise ValueError(f"layers {missing} did not switch to the compiled operator: a transform "
+                         f"around them drops the collection {STATE!r}. " + SCAN_CURE)
+    return compiling.CompileResult(states, report, variables=compiled)
+
+
+def _apply(model, apply_kwargs):
+    """The default forward: ``model.apply`` on a batch, with a dropout rng in case it is asked."""
+    rngs = apply_kwargs.pop("rngs", None) or {"dropout": jax.random.key(0)}
+
+    def run(variables, batch):
+        args, kwargs = split_batch(batch)
+        return model.apply(variables, *args, rngs=rngs, **{**kwargs, **apply_kwargs})
+    return run
+
+
+def split_batch(batch) -> tuple[tuple, dict]:
+    """A batch as call arguments: a tuple as ``*batch``, a dict as ``**batch``, else one array."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _record(run, variables, batch) -> dict[str, Record]:
+    """Runs one forward pass and returns the records of its layers, by path."""
+    stash: list[Mapping] = []
+    original = nn.Module.apply
+
+    def apply(self, variables, *args, mutable=False, **kwargs):
+        wanted = [mutable] if isinstance(mutable, str) else list(mutable or [])
+        out, state = original(self, variables, *args, mutable=[*wanted, CAPTURE], **kwargs)
+        stash.append(state.get(CAPTURE, {}))
+        return out if mutable is False else (out, state)
+
+    with mock.patch.object(nn.Module, "apply", apply):
+        result = _quiet(run, variables, batch)
+    if not stash and isinstance(result, tuple) and len(result) == 2:
+        stash = [result[1].get(CAPTURE, {})] if isinstance(result[1], Mapping) else []
+    if len(stash) != 1:
+        raise ValueError(f"forward must call model.apply exactly once, it did {len(stash)} times")
+    return compiling.group_by_path(stash[0], Record)
+
+
+def _quiet(run, variables, batch):
+    """``run`` with every ``nn.Dropout`` switched off."""
+    def no_dropout(next_function, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout) and context.method_name == "__call__":
+            return args[0]
+        return next_function(*args, **kwargs)
+
+    with nn.intercept_methods(no_dropout):
+        return run(variables, batch)
+
+
+def state_tree(states: Mapping[str, CompiledState]) -> dict:
+    """The ``"asap"`` collection: nested dicts from layer path to ``{"state": CompiledState}``."""
+    tree: dict = {}
+    for path, state in states.items():
+        node = tree
+        for part in filter(None, path.split("/")):
+            node = node.setdefault(part, {})
+        node["state"] = state
+    return tree

@@ -1,0 +1,160 @@
+"""Sinkhorn attention for Flax nnx: the module, compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from asap_jax import attention, capture
+from asap_jax import compile as compiling
+from asap_jax.capture import CompiledState, Record
+from asap_jax.spec import SinkhornSpec
+
+
+class AsapState(nnx.Variable):
+    """Holds the CompiledState of one layer."""
+
+
+class AsapCapture(nnx.Variable):
+    """Holds the Record of one layer while calibrating, see ``nnx.capture``."""
+
+
+class SinkhornAttention(nnx.Module):
+    """Sinkhorn attention as ``attention_fn`` of stock nnx attention.
+
+    ``nnx.MultiHeadAttention(..., attention_fn=SinkhornAttention(spec))``: one instance per layer;
+    it has no ``nnx.Param``, so the parameters are those of stock attention.
+
+    It runs the teacher, ``sinkhorn_attention``; once its ``asap`` slot holds an ``AsapState`` it
+    runs ``asap_attention``. Under ``nnx.capture(..., AsapCapture)`` it records its inputs, with
+    dropout off, for calibration.
+
+    Attributes:
+      spec: the teacher's finite-budget convention.
+      implementation: see ``sinkhorn_attention``; not part of any saved state.
+      asap: None, or the AsapState that compiles the layer.
+    """
+
+    def __init__(self, spec: SinkhornSpec, *, implementation: str = "auto"):
+        self.spec = spec
+        self.implementation = implementation
+        self.asap: AsapState | None = nnx.data(None)
+
+    def __call__(self, query, key, value, bias=None, mask=None, *, return_weights=False,
+                 dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True, deterministic=True,
+                 dtype=None, precision=None, module=None, is_causal=False,
+                 qk_attn_weights_einsum=None, attn_weights_value_einsum=None):
+        """Arguments and result as ``sinkhorn_attention``."""
+        if self._captures():
+            record = Record.of(query, key, value, bias, mask, self.spec)
+            self.sow(AsapCapture, "record", record, init_fn=lambda: None, reduce_fn=_only_one)
+            deterministic = True
+        options = dict(
+            spec=self.spec, implementation=self.implementation, return_weights=return_weights,
+            dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout, deterministic=deterministic, dtype=dtype,
+            precision=precision, module=module, is_causal=is_causal,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum)
+        if self.asap is None:
+            return attention.sinkhorn_attention(query, key, value, bias, mask, **options)
+        state = self.asap.get_value()
+        path = self.asap.get_metadata("path", "SinkhornAttention")
+        state.check(self.spec, path)
+        capture.note("compiled", path)
+        return attention.asap_attention(query, key, value, bias, mask, predictor=state.predictor,
+                                        closures=state.closures, **options)
+
+    def _captures(self) -> bool:
+        return any(type(c) is AsapCapture for c in getattr(self, "__captures__", ()))
+
+
+def _only_one(old, new):
+    if old is not None:
+        raise ValueError(capture.SHARED_INSTANCE.format(
+            path="nnx.SinkhornAttention", old="AsapCapture state"))
+    return new
+
+
+def sinkhorn_layers(model: nnx.Module) -> dict[str, SinkhornAttention]:
+    """The SinkhornAttention modules of a model by path, ``"blocks/0/attention/attention_fn"``."""
+    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)
+            if isinstance(module, SinkhornAttention)}
+
+
+def compile(model: nnx.Module, batches: Iterable[Any], *,
+            apply_kwargs: Mapping[str, Any] | None = None,
+            forward: Callable[[Any, Any], Any] | None = None, holdout: float = 0.2, seed: int = 0,
+            layers: Sequence[str] | None = None, recipe: str = "paper", objective: str = "ls",
+            num_slices: int = 32, closures: str | int = "two_sided", ridge: float = 1e-3,
+            coefficients: str = "pooled") -> compiling.CompileResult:
+    """Compiles the SinkhornAttention layers of a trained nnx model (paper, algorithm 1).
+
+    Args:
+      model: any nnx module that uses ``SinkhornAttention`` as ``attention_fn``; left unchanged,
+        calibrated in evaluation mode (``model.eval()``), so with dropout off.
+      forward: ``forward(model, batch)`` instead of calling the model.
+      batches, apply_kwargs, holdout, seed, layers, recipe, objective, num_slices, closures,
+      ridge, coefficients: as ``asap_jax.linen.compile``; ``apply_kwargs`` go to the call.
+
+    Returns:
+      CompileResult with ``.model``, a compiled copy in the mode of ``model``, and ``.report``.
+
+    Raises:
+      ValueError, TypeError: as ``asap_jax.linen.compile``.
+    """
+    options = compiling.Options(holdout, seed, layers, recipe, objective, num_slices, closures,
+                                ridge, coefficients)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}")
+    run = forward or _call(dict(apply_kwargs or {}))
+    teacher = nnx.clone(model)
+    for module in sinkhorn_layers(teacher).values():
+        module.asap = None
+    teacher.eval()
+    graph, state = nnx.split(teacher)
+
+    @jax.jit
+    def recorded(state, batch):
+        _, captured = nnx.capture(run, AsapCapture)(nnx.merge(graph, state), batch)
+        flat = nnx.to_flat_state(captured)
+        return {"/".join(map(str, path[:-1])): record.get_value() for path, record in flat}
+
+    last = []
+
+    def records(batch):
+        last[:] = [batch]
+        return recorded(state, batch)
+
+    states, report = compiling.compile_layers(records, batches, options)
+    compiled = nnx.clone(model)
+    attach(compiled, states)
+    attach(teacher, states)
+    graph, state = nnx.split(teacher)
+    with capture.observe() as observer:
+        jax.eval_shape(lambda state, batch: run(nnx.merge(graph, state), batch), state, last[0])
+    missing = [path for path in states if path not in observer.compiled]
+    if missing:
+        raise ValueError(f"layers {missing} did not switch to the compiled operator: the forward "
+                         f"pass did not run them on the model it was given")
+    return compiling.CompileResult(states, report, model=compiled)
+
+
+def attach(model: nnx.Module, states: Mapping[str, CompiledState]) -> None:
+    """Writes states into the SinkhornAttention modules of ``model``, in place."""
+    modules = sinkhorn_layers(model)
+    for path, state in states.items():
+        modules[path].asap = AsapState(state, path=path)
+
+
+def _call(apply_kwargs):
+    """The default forward: the model called on a batch."""
+    from asap_jax.linen import split_batch
+
+    def run(model, batch):
+        args, kwargs = split_batch(batch)
+        return model(*args, **{**kwargs, **apply_kwargs})
+    return run

@@ -1,0 +1,59 @@
+"""The fidelity report of a compile: what was lost, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+METRICS = ("rel_l2", "output_rmse", "row_error", "column_error")
+HEADINGS = ("attention rel-l2", "output RMSE", "row error", "column error")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """Fidelity of one layer to its teacher, means over the report's batches.
+
+    Attributes:
+      path: the layer's address; ``[i]`` is appended within a scanned stack.
+      rows: operator name to ``{rel_l2, output_rmse, row_error, column_error}``.
+      fit: ``r_squared_fit`` and ``r_squared`` (report batches) of the predicted dual,
+        ``num_rows`` regression rows.
+    """
+
+    path: str
+    rows: dict[str, dict[str, float]]
+    fit: dict[str, float]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.rows)
+        head = " ".join(f"{h:>16}" for h in HEADINGS)
+        lines = [f"{self.path}: dual R2 {self.fit['r_squared']:.4f} "
+                 f"(fit {self.fit['r_squared_fit']:.4f}, {int(self.fit['num_rows'])} rows)",
+                 f"  {'operator':<{width}} {head}"]
+        for name, row in self.rows.items():
+            cells = " ".join(f"{row[m]:>16.3g}" for m in METRICS)
+            lines.append(f"  {name:<{width}} {cells}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """Fidelity of a compiled model, one entry a layer; prints as a table.
+
+    Attributes:
+      layers: path to LayerReport.
+      held_out: whether the figures are from batches that the fit did not see.
+      num_fit_batches, num_report_batches: sizes of the two shares.
+      fit_seconds: teacher extraction, features and fit (wall clock, compilation included).
+    """
+
+    layers: dict[str, LayerReport]
+    held_out: bool
+    num_fit_batches: int
+    num_report_batches: int
+    fit_seconds: float
+
+    def __str__(self) -> str:
+        share = "held-out" if self.held_out else "IN-SAMPLE (give more batches to hold some out)"
+        head = (f"{len(self.layers)} layer(s), fitted on {self.num_fit_batches} batch(es) in "
+                f"{self.fit_seconds:.1f} s; figures on {self.num_report_batches} {share} batch(es)")
+        return "\n".join([head, *map(str, self.layers.values())])
