@@ -10,10 +10,42 @@ from asap_jax.features import SlicedPotentials
 from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
 from asap_jax.potentials import sliced_potentials
 from asap_jax.predictor import LinearHead, Predictor, predict
-from asap_jax.scores import query_shift, scores
 from asap_jax.report import CompileReport, LayerReport
+from asap_jax.scores import query_shift, scores
 from asap_jax.sinkhorn import SinkhornDuals, sinkhorn_duals
 from asap_jax.slices import slice_directions
 from asap_jax.spec import SinkhornSpec
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CompileReport",
+    "CompileResult",
+    "CompiledState",
+    "LayerReport",
+    "LeastSquaresFit",
+    "LinearHead",
+    "NormalEquations",
+    "Predictor",
+    "SinkhornDuals",
+    "SinkhornSpec",
+    "SlicedPotentials",
+    "asap_attention",
+    "attention_weights",
+    "fit_ls",
+    "key_ctransform",
+    "linen",
+    "load",
+    "metrics",
+    "nnx",
+    "predict",
+    "query_ctransform",
+    "query_shift",
+    "save",
+    "scores",
+    "sinkhorn_attention",
+    "sinkhorn_duals",
+    "slice_directions",
+    "sliced_potentials",
+    "softmax_attention",
+]

@@ -34,8 +34,12 @@ from asap_jax.spec import SinkhornSpec
 
 FORMAT = 1
 MAGIC = "asap_jax compiled model"
-_TYPES = {"SinkhornSpec": SinkhornSpec, "CompiledState": CompiledState, "Predictor": Predictor,
-          "LinearHead": LinearHead}
+_TYPES = {
+    "SinkhornSpec": SinkhornSpec,
+    "CompiledState": CompiledState,
+    "Predictor": Predictor,
+    "LinearHead": LinearHead,
+}
 
 
 def save(path, result: CompileResult) -> None:
@@ -54,10 +58,13 @@ def save(path, result: CompileResult) -> None:
     teacher = result.variables if result.model is None else result.model
     arrays: dict[str, np.ndarray] = {}
     header = dict(
-        magic=MAGIC, format=FORMAT,
+        magic=MAGIC,
+        format=FORMAT,
         versions=dict(asap_jax=_version(), jax=jax.__version__, flax=flax.__version__),
-        framework=_framework(teacher), teacher=fingerprint(teacher),
-        layers={layer: _pack(state, layer, arrays) for layer, state in result.states.items()})
+        framework=_framework(teacher),
+        teacher=fingerprint(teacher),
+        layers={layer: _pack(state, layer, arrays) for layer, state in result.states.items()},
+    )
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
@@ -82,16 +89,21 @@ def load(path, *, like):
     header, arrays = _read(os.fspath(path))
     framework = _framework(like)
     if header["framework"] != framework:
-        raise ValueError(f"{path}: compiled from a {header['framework']} model, like is "
-                         f"{framework}")
+        raise ValueError(
+            f"{path}: compiled from a {header['framework']} model, like is {framework}"
+        )
     _same_teacher(header["teacher"], fingerprint(like), path)
     states = {layer: _unpack(tree, layer, arrays) for layer, tree in header["layers"].items()}
     if framework == "nnx":
         return _onto_nnx(like, states, path)
-    _same_states(states, group_by_path(
-        {k: v for k, v in like.get(aj_linen.STATE, {}).items()}, CompiledState), path)
-    kept = {name: tree for name, tree in like.items()
-            if name not in (aj_linen.STATE, aj_linen.CAPTURE)}
+    _same_states(
+        states,
+        group_by_path(dict(like.get(aj_linen.STATE, {}).items()), CompiledState),
+        path,
+    )
+    kept = {
+        name: tree for name, tree in like.items() if name not in (aj_linen.STATE, aj_linen.CAPTURE)
+    }
     return {**kept, aj_linen.STATE: aj_linen.state_tree(states)}
 
 
@@ -101,8 +113,10 @@ def fingerprint(teacher) -> dict[str, list]:
     ``teacher``: linen variables (their ``"params"``) or an nnx model (its ``nnx.Param``).
     """
     if isinstance(teacher, nnx.Module):
-        flat = [("/".join(map(str, path)), variable.get_value())
-                for path, variable in nnx.to_flat_state(nnx.state(teacher, nnx.Param))]
+        flat = [
+            ("/".join(map(str, path)), variable.get_value())
+            for path, variable in nnx.to_flat_state(nnx.state(teacher, nnx.Param))
+        ]
     else:
         leaves = jax.tree_util.tree_flatten_with_path(teacher.get("params", {}))[0]
         flat = [("/".join(str(getattr(k, "key", k)) for k in path), leaf) for path, leaf in leaves]
@@ -118,14 +132,25 @@ def _onto_nnx(model, states, path):
     modules = aj_nnx.sinkhorn_layers(model)
     missing = [layer for layer in states if layer not in modules]
     if missing:
-        raise ValueError(f"{path}: layers {missing} are not in the model; its Sinkhorn layers "
-                         f"are {list(modules)}")
+        raise ValueError(
+            f"{path}: layers {missing} are not in the model; its Sinkhorn layers "
+            f"are {list(modules)}"
+        )
     for layer, state in states.items():
         if modules[layer].spec != state.spec:
-            raise ValueError(f"{path}: layer {layer!r} was compiled for {state.spec}, the model "
-                             f"has {modules[layer].spec}")
-    _same_states(states, {layer: module.asap.get_value() for layer, module in modules.items()
-                          if module.asap is not None}, path)
+            raise ValueError(
+                f"{path}: layer {layer!r} was compiled for {state.spec}, the model "
+                f"has {modules[layer].spec}"
+            )
+    _same_states(
+        states,
+        {
+            layer: module.asap.get_value()
+            for layer, module in modules.items()
+            if module.asap is not None
+        },
+        path,
+    )
     compiled = nnx.clone(model)
     aj_nnx.attach(compiled, states)
     return compiled
@@ -140,35 +165,45 @@ def _same_teacher(saved: Mapping, found: Mapping, path) -> None:
         elif name not in saved:
             problems.append(f"{name}: not in the file (model has shape {found[name][0]})")
         elif saved[name][:2] != found[name][:2]:
-            problems.append(f"{name}: saved {saved[name][1]}{saved[name][0]}, model "
-                            f"{found[name][1]}{found[name][0]}")
+            problems.append(
+                f"{name}: saved {saved[name][1]}{saved[name][0]}, model "
+                f"{found[name][1]}{found[name][0]}"
+            )
         elif saved[name][2] != found[name][2]:
             problems.append(f"{name}: same shape {saved[name][0]}, other values")
     if problems:
         more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{path}: compiled from another teacher; parameters differ:\n  "
-                         + "\n  ".join(problems[:5]) + more)
+        raise ValueError(
+            f"{path}: compiled from another teacher; parameters differ:\n  "
+            + "\n  ".join(problems[:5])
+            + more
+        )
 
 
 def _same_states(saved: Mapping, present: Mapping, path) -> None:
     """Raises ValueError when ``like`` already holds states that differ in shape or setting."""
     for layer, old in present.items():
         if layer not in saved:
-            raise ValueError(f"{path}: holds no state for layer {layer!r}, which like has; it "
-                             f"has {list(saved)}")
+            raise ValueError(
+                f"{path}: holds no state for layer {layer!r}, which like has; it has {list(saved)}"
+            )
         a, b = (jax.tree_util.tree_flatten_with_path(s)[0] for s in (saved[layer], old))
         names = lambda leaves: {jax.tree_util.keystr(k): v for k, v in leaves}
         a, b = names(a), names(b)
         for name in sorted({*a, *b}):
             show = lambda leaf: "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
             if show(a.get(name)) != show(b.get(name)):
-                raise ValueError(f"{path}: layer {layer!r} field {name}: saved "
-                                 f"{show(a.get(name))}, like has {show(b.get(name))}")
+                raise ValueError(
+                    f"{path}: layer {layer!r} field {name}: saved "
+                    f"{show(a.get(name))}, like has {show(b.get(name))}"
+                )
         for setting in ("spec", "closures"):
             if getattr(saved[layer], setting) != getattr(old, setting):
-                raise ValueError(f"{path}: layer {layer!r} {setting}: saved "
-                                 f"{getattr(saved[layer], setting)!r}, like has "
-                                 f"{getattr(old, setting)!r}")
+                raise ValueError(
+                    f"{path}: layer {layer!r} {setting}: saved "
+                    f"{getattr(saved[layer], setting)!r}, like has "
+                    f"{getattr(old, setting)!r}"
+                )
 
 
 def _pack(value: Any, name: str, arrays: dict) -> Any:
@@ -183,8 +218,10 @@ def _pack(value: Any, name: str, arrays: dict) -> Any:
         kind = getattr(value, "family", type(value).__name__)
         if kind not in _TYPES and kind not in FAMILIES:
             raise TypeError(f"{name}: {type(value).__name__} is not registered and cannot be saved")
-        fields = {f.name: _pack(getattr(value, f.name), f"{name}/{f.name}", arrays)
-                  for f in dataclasses.fields(value)}
+        fields = {
+            f.name: _pack(getattr(value, f.name), f"{name}/{f.name}", arrays)
+            for f in dataclasses.fields(value)
+        }
         return {"type": kind, "fields": fields}
     array = np.asarray(value)
     arrays[name] = array.view(np.uint8) if array.dtype.kind == "V" and array.ndim else array
@@ -205,17 +242,22 @@ def _unpack(tree: Any, name: str, arrays: Mapping) -> Any:
         dtype = jnp.dtype(tree["dtype"])
         array = array.view(dtype) if array.dtype != dtype else array
         if list(array.shape) != tree["shape"]:
-            raise ValueError(f"{name}: header says shape {tree['shape']}, the file holds "
-                             f"{list(array.shape)}")
+            raise ValueError(
+                f"{name}: header says shape {tree['shape']}, the file holds {list(array.shape)}"
+            )
         return jnp.asarray(array)
     kind = _TYPES.get(tree["type"]) or FAMILIES.get(tree["type"])
     if kind is None:
-        raise ValueError(f"{name}: unknown type {tree['type']!r}; register its feature family "
-                         f"before loading (known: {sorted([*_TYPES, *FAMILIES])})")
+        raise ValueError(
+            f"{name}: unknown type {tree['type']!r}; register its feature family "
+            f"before loading (known: {sorted([*_TYPES, *FAMILIES])})"
+        )
     known = {f.name for f in dataclasses.fields(kind)}
     if known != set(tree["fields"]):
-        raise ValueError(f"{name}: fields {sorted(tree['fields'])} do not fit "
-                         f"{kind.__name__} with {sorted(known)}")
+        raise ValueError(
+            f"{name}: fields {sorted(tree['fields'])} do not fit "
+            f"{kind.__name__} with {sorted(known)}"
+        )
     return kind(**{k: _unpack(v, f"{name}/{k}", arrays) for k, v in tree["fields"].items()})
 
 
@@ -232,8 +274,10 @@ def _read(path: str) -> tuple[dict, dict]:
     if not known:
         raise ValueError(f"{path}: not an asap_jax file")
     if header["format"] != FORMAT:
-        raise ValueError(f"{path}: format {header['format']} of asap_jax "
-                         f"{header['versions']['asap_jax']}, this version reads format {FORMAT}")
+        raise ValueError(
+            f"{path}: format {header['format']} of asap_jax "
+            f"{header['versions']['asap_jax']}, this version reads format {FORMAT}"
+        )
     return header, arrays
 
 

@@ -7,12 +7,11 @@ nothing marked static but ``return_weights``, and as ``attention_fn`` of
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, closures as closing, ctransform, inputs, masks
+from asap_jax import checks, ctransform, inputs, masks
+from asap_jax import closures as closing
 from asap_jax.predictor import Predictor, predict
 from asap_jax.scores import query_shift
 from asap_jax.spec import SinkhornSpec
@@ -30,12 +29,27 @@ _KEYWORDS = """
 """
 
 
-def sinkhorn_attention(query, key, value, bias=None, mask=None, *, spec: SinkhornSpec,
-                       return_weights: bool = False, implementation: str = "auto",
-                       dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True,
-                       deterministic=True, dtype=None, precision=None, module=None,
-                       is_causal=False, qk_attn_weights_einsum=None,
-                       attn_weights_value_einsum=None):
+def sinkhorn_attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    spec: SinkhornSpec,
+    return_weights: bool = False,
+    implementation: str = "auto",
+    dropout_rng=None,
+    dropout_rate=0.0,
+    broadcast_dropout=True,
+    deterministic=True,
+    dtype=None,
+    precision=None,
+    module=None,
+    is_causal=False,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
+):
     """Finite-budget Sinkhorn attention (paper, eq. sinkhorn_iterations), the teacher.
 
     Args:
@@ -56,25 +70,63 @@ def sinkhorn_attention(query, key, value, bias=None, mask=None, *, spec: Sinkhor
       ValueError, TypeError: at trace time, naming the argument and both shapes or the setting.
     """
     _check_spec(spec)
-    p = inputs.make_problem(query, key, value, bias, mask, scale=spec.scale, dtype=dtype,
-                            precision=precision, is_causal=is_causal,
-                            implementation=implementation,
-                            einsums=(qk_attn_weights_einsum, attn_weights_value_einsum))
+    p = inputs.make_problem(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=spec.scale,
+        dtype=dtype,
+        precision=precision,
+        is_causal=is_causal,
+        implementation=implementation,
+        einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
+    )
     kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
     weights = closing.finish(
-        kernel, jnp.zeros_like(kernel[..., 0, :]), side="key", num_steps=spec.num_steps,
-        log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype))
-    return inputs.finish(p, weights, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
-                         broadcast_dropout=broadcast_dropout, deterministic=deterministic,
-                         precision=precision, module=module, return_weights=return_weights)
+        kernel,
+        jnp.zeros_like(kernel[..., 0, :]),
+        side="key",
+        num_steps=spec.num_steps,
+        log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype),
+    )
+    return inputs.finish(
+        p,
+        weights,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
+        return_weights=return_weights,
+    )
 
 
-def asap_attention(query, key, value, bias=None, mask=None, *, predictor: Predictor,
-                   spec: SinkhornSpec, closures="two_sided", return_weights: bool = False,
-                   implementation: str = "auto", dropout_rng=None, dropout_rate=0.0,
-                   broadcast_dropout=True, deterministic=True, dtype=None, precision=None,
-                   module=None, is_causal=False, qk_attn_weights_einsum=None,
-                   attn_weights_value_einsum=None):
+def asap_attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    predictor: Predictor,
+    spec: SinkhornSpec,
+    closures="two_sided",
+    return_weights: bool = False,
+    implementation: str = "auto",
+    dropout_rng=None,
+    dropout_rate=0.0,
+    broadcast_dropout=True,
+    deterministic=True,
+    dtype=None,
+    precision=None,
+    module=None,
+    is_causal=False,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
+):
     """The compiled layer: predict a dual, then close (paper, eq. asap_source_prediction ff.).
 
     Args:
@@ -97,41 +149,94 @@ def asap_attention(query, key, value, bias=None, mask=None, *, predictor: Predic
     if not isinstance(predictor, Predictor):
         raise TypeError(f"predictor must be a Predictor, got {type(predictor).__name__}")
     num_steps = num_closures(closures, predictor.side, spec)
-    p = inputs.make_problem(query, key, value, bias, mask, scale=spec.scale, dtype=dtype,
-                            precision=precision, is_causal=is_causal,
-                            implementation=implementation,
-                            einsums=(qk_attn_weights_einsum, attn_weights_value_einsum))
+    p = inputs.make_problem(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=spec.scale,
+        dtype=dtype,
+        precision=precision,
+        is_causal=is_causal,
+        implementation=implementation,
+        einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
+    )
     kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
     dual = predicted_dual(predictor, p, spec)
     weights = closing.finish(
-        kernel, dual / spec.epsilon, side=predictor.side, num_steps=num_steps,
-        log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype))
-    return inputs.finish(p, weights, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
-                         broadcast_dropout=broadcast_dropout, deterministic=deterministic,
-                         precision=precision, module=module, return_weights=return_weights)
+        kernel,
+        dual / spec.epsilon,
+        side=predictor.side,
+        num_steps=num_steps,
+        log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype),
+    )
+    return inputs.finish(
+        p,
+        weights,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
+        return_weights=return_weights,
+    )
 
 
-def softmax_attention(query, key, value, bias=None, mask=None, *, scale: float | None = None,
-                      return_weights: bool = False, implementation: str = "auto",
-                      dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True,
-                      deterministic=True, dtype=None, precision=None, module=None,
-                      is_causal=False, qk_attn_weights_einsum=None,
-                      attn_weights_value_einsum=None):
+def softmax_attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale: float | None = None,
+    return_weights: bool = False,
+    implementation: str = "auto",
+    dropout_rng=None,
+    dropout_rate=0.0,
+    broadcast_dropout=True,
+    deterministic=True,
+    dtype=None,
+    precision=None,
+    module=None,
+    is_causal=False,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
+):
     """Row-softmax attention, the plain Transformer baseline.
 
     Arguments and result as ``sinkhorn_attention``; equals it at ``num_steps=1, epsilon=1``.
     ``scale`` > 0 is ``1 / sqrt(head_dim)`` when None. Queries with no key give exactly 0.
     """
     scale = None if scale is None else checks.positive_float("scale", scale)
-    p = inputs.make_problem(query, key, value, bias, mask, scale=scale, dtype=dtype,
-                            precision=precision, is_causal=is_causal,
-                            implementation=implementation,
-                            einsums=(qk_attn_weights_einsum, attn_weights_value_einsum))
+    p = inputs.make_problem(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        dtype=dtype,
+        precision=precision,
+        is_causal=is_causal,
+        implementation=implementation,
+        einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
+    )
     kernel = ctransform.log_kernel(p.scores, 1.0, p.mask)
     weights = ctransform.closure_weights(kernel, jnp.zeros_like(kernel[..., 0, :]), -1, 0.0)
-    return inputs.finish(p, weights, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
-                         broadcast_dropout=broadcast_dropout, deterministic=deterministic,
-                         precision=precision, module=module, return_weights=return_weights)
+    return inputs.finish(
+        p,
+        weights,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
+        return_weights=return_weights,
+    )
 
 
 def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
@@ -144,25 +249,37 @@ def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
     if isinstance(closures, str):
         checks.one_of("closures", closures, CLOSURES)
         if side != "query":
-            raise ValueError(f"closures={closures!r} needs a predictor with side='query', got "
-                             f"side={side!r}; give the number of closures instead")
+            raise ValueError(
+                f"closures={closures!r} needs a predictor with side='query', got "
+                f"side={side!r}; give the number of closures instead"
+            )
         return 1 if closures == "one_sided" else (3 if spec.last_step == "column" else 2)
     if not isinstance(closures, int) and not hasattr(closures, "__index__"):
         raise TypeError(f"closures must be 'one_sided', 'two_sided' or an int, got {closures!r}")
     n = checks.positive_int("closures", closures)
     ends_on = "column" if (side == "query") == (n % 2 == 1) else "row"
     if ends_on != spec.last_step:
-        raise ValueError(f"closures={n} from side={side!r} end on a {ends_on} step, but the "
-                         f"teacher with num_steps={spec.num_steps} ends on a {spec.last_step}")
+        raise ValueError(
+            f"closures={n} from side={side!r} end on a {ends_on} step, but the "
+            f"teacher with num_steps={spec.num_steps} ends on a {spec.last_step}"
+        )
     return n
 
 
 def predicted_dual(predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:
     """The predictor's dual in score coordinates; 0 at tokens inactive in the closures."""
     valid = masks.feature_validity(p.validity, spec.padding)
-    dual = predict(predictor, p.q, p.k, scale=p.scale, scores=p.scores, epsilon=spec.epsilon,
-                   mask=p.mask, query_valid=None if valid is None else valid.query,
-                   key_valid=None if valid is None else valid.key)
+    dual = predict(
+        predictor,
+        p.q,
+        p.k,
+        scale=p.scale,
+        scores=p.scores,
+        epsilon=spec.epsilon,
+        mask=p.mask,
+        query_valid=None if valid is None else valid.query,
+        key_valid=None if valid is None else valid.key,
+    )
     own = p.q if predictor.side == "query" else p.k
     dual = dual - query_shift(own, scale=p.scale)
     if p.validity is None:

@@ -10,7 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from asap_jax import attention, closures as closing, inputs, masks, metrics
+from asap_jax import attention, inputs, masks, metrics
+from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record
 from asap_jax.least_squares import NormalEquations
 from asap_jax.predictor import design_matrix, predict
@@ -41,14 +42,22 @@ def layer_sums(record: Record, families, *, before_end: int | None) -> NormalEqu
 
     A stacked record gives a leading axis of layers.
     """
+
     def sums(record):
         p = problem(record)
         y, side, validity = target_dual(p, record.spec, before_end)
-        x, valid = design_matrix(families, side, p.q, p.k, scale=p.scale,
-                                 query_valid=None if validity is None else validity.query,
-                                 key_valid=None if validity is None else validity.key)
+        x, valid = design_matrix(
+            families,
+            side,
+            p.q,
+            p.k,
+            scale=p.scale,
+            query_valid=None if validity is None else validity.query,
+            key_valid=None if validity is None else validity.key,
+        )
         zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
         return zero.add(x, y, valid)
+
     return over_stack(sums, record)
 
 
@@ -63,32 +72,40 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
     ``row_error``, ``column_error``; ``"fit"`` holds ``r_squared`` of the predicted dual.
     A stacked record gives arrays over its layers.
     """
+
     def fidelity(record, predictor):
         spec = record.spec
         call = functools.partial(_call, record)
         reference = call(attention.sinkhorn_attention, spec=spec)
         p = problem(record)
-        target = jnp.exp(jnp.asarray(closing.log_key_target(
-            spec.key_mass, p.mask, p.scores.shape, p.scores.dtype)))
+        target = jnp.exp(
+            jnp.asarray(
+                closing.log_key_target(spec.key_mass, p.mask, p.scores.shape, p.scores.dtype)
+            )
+        )
 
         def measure(operator):
             out, weights = operator
             valid = p.validity or masks.Validity(None, None)
-            return dict(rel_l2=metrics.attention_rel_l2(weights, reference[1]),
-                        output_rmse=metrics.output_rmse(out, reference[0]),
-                        row_error=metrics.row_error(weights, valid.query),
-                        column_error=metrics.column_error(weights, valid.key, target))
+            return dict(
+                rel_l2=metrics.attention_rel_l2(weights, reference[1]),
+                output_rmse=metrics.output_rmse(out, reference[0]),
+                row_error=metrics.row_error(weights, valid.query),
+                column_error=metrics.column_error(weights, valid.key, target),
+            )
 
         result = {}
         for name, closures in operators(state.closures).items():
-            result[name] = measure(call(attention.asap_attention, spec=spec, closures=closures,
-                                        predictor=predictor))
+            result[name] = measure(
+                call(attention.asap_attention, spec=spec, closures=closures, predictor=predictor)
+            )
         for steps in budgets:
             small = SinkhornSpec(steps, spec.epsilon, spec.key_mass, spec.padding, spec.scale)
             result[f"Sinkhorn S={steps}"] = measure(call(attention.sinkhorn_attention, spec=small))
         result["teacher"] = measure(reference)
         result["fit"] = dict(r_squared=_r_squared(p, spec, state, predictor))
         return result
+
     return over_stack(fidelity, record, state.predictor)
 
 
@@ -101,8 +118,9 @@ def operators(closures) -> dict:
 
 def problem(record: Record) -> inputs.Problem:
     """The per-head problem of a record."""
-    return inputs.make_problem(record.query, record.key, record.value, record.bias, record.mask,
-                               scale=record.spec.scale)
+    return inputs.make_problem(
+        record.query, record.key, record.value, record.bias, record.mask, scale=record.spec.scale
+    )
 
 
 def over_stack(function, record: Record, *rest):
@@ -119,16 +137,31 @@ def before_end_of(closures) -> int | None:
 
 
 def _call(record, function, **settings):
-    out, weights = function(record.query, record.key, record.value, record.bias, record.mask,
-                            return_weights=True, **settings)
+    out, weights = function(
+        record.query,
+        record.key,
+        record.value,
+        record.bias,
+        record.mask,
+        return_weights=True,
+        **settings,
+    )
     return out.astype(jnp.promote_types(out.dtype, jnp.float32)), weights
 
 
 def _r_squared(p, spec, state, predictor):
     y, _, validity = target_dual(p, spec, before_end_of(state.closures))
-    dual = predict(predictor, p.q, p.k, scale=p.scale, scores=p.scores, epsilon=spec.epsilon,
-                   mask=p.mask, query_valid=None if validity is None else validity.query,
-                   key_valid=None if validity is None else validity.key)
+    dual = predict(
+        predictor,
+        p.q,
+        p.k,
+        scale=p.scale,
+        scores=p.scores,
+        epsilon=spec.epsilon,
+        mask=p.mask,
+        query_valid=None if validity is None else validity.query,
+        key_valid=None if validity is None else validity.key,
+    )
     valid = None if validity is None else getattr(validity, predictor.side)
     keep = lambda x: x if valid is None else jnp.where(valid, x, jnp.zeros_like(x))
     return 1 - jnp.sum(jnp.square(keep(y - dual))) / jnp.sum(jnp.square(keep(y)))

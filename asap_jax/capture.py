@@ -18,7 +18,8 @@ from asap_jax.spec import SinkhornSpec
 SHARED_INSTANCE = (
     "the SinkhornAttention at {path!r} was called twice in one forward pass while recording, so "
     "its records would merge: one instance is shared by two layers or calls. Build one "
-    "SinkhornAttention per layer (or drop an old {old} from the input)")
+    "SinkhornAttention per layer (or drop an old {old} from the input)"
+)
 
 
 @flax.struct.dataclass
@@ -41,14 +42,14 @@ class Record:
     ndim: int = flax.struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, query, key, value, bias, mask, spec) -> "Record":
+    def of(cls, query, key, value, bias, mask, spec) -> Record:
         """Records one call as it was made."""
         return cls(query, key, value, bias, mask, spec=spec, ndim=query.ndim)
 
     @property
     def stack(self) -> tuple[int, ...]:
         """Sizes of the layer axes that a scan put in front."""
-        return self.query.shape[:self.query.ndim - self.ndim]
+        return self.query.shape[: self.query.ndim - self.ndim]
 
 
 @flax.struct.dataclass
@@ -68,8 +69,10 @@ class CompiledState:
     def check(self, spec: SinkhornSpec, path: str) -> None:
         """Raises ValueError when the layer's own spec is another."""
         if self.spec != spec:
-            raise ValueError(f"layer {path!r} has {spec}, but its compiled state was fitted to "
-                             f"{self.spec}; compile the layer again")
+            raise ValueError(
+                f"layer {path!r} has {spec}, but its compiled state was fitted to "
+                f"{self.spec}; compile the layer again"
+            )
 
 
 class Observer:
@@ -82,7 +85,8 @@ class Observer:
 
 
 _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar(
-    "asap_jax_observer", default=None)
+    "asap_jax_observer", default=None
+)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,10 @@ import numpy as np
 def one_of(name: str, value: Any, known: Iterable[str]) -> None:
     """Raises ValueError (TypeError for a traced value) unless ``value`` is a known name."""
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} must be static, got a traced value; mark it static or bind it "
-                        f"with functools.partial before jit")
+        raise TypeError(
+            f"{name} must be static, got a traced value; mark it static or bind it "
+            f"with functools.partial before jit"
+        )
     if value not in tuple(known):
         raise ValueError(f"{name}={value!r} is not known; known: {', '.join(map(repr, known))}")
 
@@ -26,8 +28,10 @@ def static_bool(name: str, value: Any) -> bool:
     """A Python bool; TypeError for traced values and anything else."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise TypeError(f"{name} must be a static bool, got {type(value).__name__}; under jit mark "
-                    f"it static (static_argnames={name!r})")
+    raise TypeError(
+        f"{name} must be a static bool, got {type(value).__name__}; under jit mark "
+        f"it static (static_argnames={name!r})"
+    )
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -57,8 +61,10 @@ def as_float(name: str, value: Any) -> float:
     shape = getattr(value, "shape", None)
     if shape == () and jnp.issubdtype(value.dtype, jnp.floating):
         return float(value)
-    raise TypeError(f"{name} must be a real number, got {type(value).__name__}"
-                    + (f" of shape {shape}" if shape else ""))
+    raise TypeError(
+        f"{name} must be a real number, got {type(value).__name__}"
+        + (f" of shape {shape}" if shape else "")
+    )
 
 
 def positive_float(name: str, value: Any) -> float:
@@ -81,8 +87,9 @@ def real_array(name: str, value: Any) -> jax.Array:
     """``value`` as an array of a real floating dtype (TypeError for int, bool, complex)."""
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must have a real floating dtype, got {array.dtype} "
-                        f"(shape {array.shape})")
+        raise TypeError(
+            f"{name} must have a real floating dtype, got {array.dtype} (shape {array.shape})"
+        )
     return array
 
 
@@ -96,16 +103,19 @@ def broadcasts_to(name: str, shape: tuple, target_name: str, target: tuple) -> N
     if len(shape) != len(target):
         raise ValueError(
             f"{name} of shape {shape} must have the rank of {target_name} {target} (size-1 axes "
-            f"allowed): reshape it, for instance a key mask (batch, keys) to (batch, 1, 1, keys)")
-    if any(a not in (1, b) for a, b in zip(shape, target)):
+            f"allowed): reshape it, for instance a key mask (batch, keys) to (batch, 1, 1, keys)"
+        )
+    if any(a not in (1, b) for a, b in zip(shape, target, strict=True)):
         raise ValueError(f"{name} of shape {shape} does not broadcast to {target_name} {target}")
 
 
 def heads_last_dim(q: jax.Array, k: jax.Array, q_name: str = "q", k_name: str = "k") -> None:
     """Raises ValueError unless ``q (..., N, d)`` and ``k (..., M, d)`` agree but for length."""
     if q.ndim < 2 or k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{q_name} of shape {q.shape} and {k_name} of shape {k.shape} must be "
-                         f"(..., length, head_dim) with equal leading axes and head_dim")
+        raise ValueError(
+            f"{q_name} of shape {q.shape} and {k_name} of shape {k.shape} must be "
+            f"(..., length, head_dim) with equal leading axes and head_dim"
+        )
 
 
 def validity(name: str, valid: Any, shape: tuple) -> jax.Array:
@@ -114,7 +124,8 @@ def validity(name: str, valid: Any, shape: tuple) -> jax.Array:
         return jnp.ones(shape, bool)
     valid = jnp.asarray(valid)
     if valid.ndim > len(shape) or any(
-            a not in (1, b) for a, b in zip(valid.shape[::-1], shape[::-1])):
+        a not in (1, b) for a, b in zip(valid.shape[::-1], shape[::-1], strict=False)
+    ):
         raise ValueError(f"{name} of shape {valid.shape} does not broadcast to {shape}")
     valid = valid.reshape((1,) * (len(shape) - valid.ndim) + valid.shape)
     return jnp.broadcast_to(valid if valid.dtype == bool else valid != 0, shape)

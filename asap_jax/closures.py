@@ -29,8 +29,9 @@ def log_key_target(key_mass: str, mask: jax.Array | None, shape: tuple, dtype) -
     return jnp.log(count(validity.query)) - jnp.log(count(validity.key))
 
 
-def alternate(kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: int,
-              log_target) -> tuple[jax.Array, jax.Array]:
+def alternate(
+    kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: int, log_target
+) -> tuple[jax.Array, jax.Array]:
     """Runs ``num_steps`` half-steps from ``scaling`` on ``side``.
 
     Args:
@@ -60,14 +61,14 @@ def alternate(kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: in
     return (near, far) if side == "query" else (far, near)
 
 
-def finish(kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: int,
-           log_target) -> jax.Array:
+def finish(
+    kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: int, log_target
+) -> jax.Array:
     """Weights A ``(..., N, M)`` after ``num_steps >= 1`` closures from ``scaling`` on ``side``.
 
     The last closure is taken in softmax form, exact on its own marginal.
     """
-    scalings = alternate(kernel, scaling, side=side, num_steps=num_steps - 1,
-                         log_target=log_target)
+    scalings = alternate(kernel, scaling, side=side, num_steps=num_steps - 1, log_target=log_target)
     last = side if num_steps % 2 else OTHER[side]
     start = scalings[0] if last == "query" else scalings[1]
     target = log_target if last == "query" else 0.0

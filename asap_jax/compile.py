@@ -79,8 +79,9 @@ class CompileResult:
     model: Any = None
 
 
-def compile_layers(records: Callable[[Any], Mapping[str, Record]], batches: Iterable[Any],
-                   options: Options) -> tuple[dict[str, CompiledState], CompileReport]:
+def compile_layers(
+    records: Callable[[Any], Mapping[str, Record]], batches: Iterable[Any], options: Options
+) -> tuple[dict[str, CompiledState], CompileReport]:
     """Fits every layer that ``records`` finds and reports fidelity.
 
     Args:
@@ -117,8 +118,10 @@ def compile_layers(records: Callable[[Any], Mapping[str, Record]], batches: Iter
         for path, record in found.items():
             new = calibrate.layer_sums(record, families[path], before_end=before_end)
             if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(new)):
-                raise ValueError(f"calibration batch {index} gives a value that is not finite at "
-                                 f"layer {path!r} (query of shape {record.query.shape})")
+                raise ValueError(
+                    f"calibration batch {index} gives a value that is not finite at "
+                    f"layer {path!r} (query of shape {record.query.shape})"
+                )
             sums[path] = new if path not in sums else sums[path] + new
         num_fit += 1
     if first is None:
@@ -126,8 +129,9 @@ def compile_layers(records: Callable[[Any], Mapping[str, Record]], batches: Iter
 
     states, fits = {}, {}
     for path in families:
-        states[path], fits[path] = fit(path, sums[path], families[path], specs[path], options,
-                                       stack=shapes[path][0])
+        states[path], fits[path] = fit(
+            path, sums[path], families[path], specs[path], options, stack=shapes[path][0]
+        )
     seconds = time.perf_counter() - start
     report_batches = kept or [first]
     layers = measure(records, report_batches, states, fits)
@@ -137,32 +141,40 @@ def compile_layers(records: Callable[[Any], Mapping[str, Record]], batches: Iter
 def select(found: Mapping[str, Record], layers: Sequence[str] | None) -> dict[str, Record]:
     """The records to compile; ValueError when there is none or a path is unknown."""
     if not found:
-        raise ValueError("no SinkhornAttention layer ran in the model: pass "
-                         "SinkhornAttention(spec) as attention_fn of its attention layers")
+        raise ValueError(
+            "no SinkhornAttention layer ran in the model: pass "
+            "SinkhornAttention(spec) as attention_fn of its attention layers"
+        )
     if layers is None:
         return {path: found[path] for path in sorted(found, key=_natural)}
     unknown = [path for path in layers if path not in found]
     if unknown:
-        raise ValueError(f"layers={unknown} are not in the model; its Sinkhorn layers are "
-                         f"{list(found)}")
+        raise ValueError(
+            f"layers={unknown} are not in the model; its Sinkhorn layers are {list(found)}"
+        )
     return {path: found[path] for path in layers}
 
 
 def refuse(path: str, spec, closures) -> None:
     """Raises ValueError for a teacher that these closures cannot compile, with the reason."""
     if spec.num_steps == 1:
-        raise ValueError(f"layer {path!r} has num_steps=1, which is row softmax: it has no dual "
-                         f"before its only step, so there is nothing to compile; leave it out with "
-                         f"layers=[...]")
+        raise ValueError(
+            f"layer {path!r} has num_steps=1, which is row softmax: it has no dual "
+            f"before its only step, so there is nothing to compile; leave it out with "
+            f"layers=[...]"
+        )
     if isinstance(closures, int) and closures >= spec.num_steps:
-        raise ValueError(f"closures={closures} needs a teacher of more steps than layer {path!r} "
-                         f"with num_steps={spec.num_steps}")
+        raise ValueError(
+            f"closures={closures} needs a teacher of more steps than layer {path!r} "
+            f"with num_steps={spec.num_steps}"
+        )
 
 
 def paper_features(record: Record, options: Options) -> tuple:
     """The paper's feature family: one bank of Gaussian slices, the same for every layer."""
-    bank = slice_directions(jax.random.key(options.seed), options.num_slices,
-                            record.query.shape[-1])
+    bank = slice_directions(
+        jax.random.key(options.seed), options.num_slices, record.query.shape[-1]
+    )
     return (SlicedPotentials(bank),)
 
 
@@ -182,8 +194,10 @@ def fit(path: str, sums, families: tuple, spec, options: Options, *, stack: tupl
     predictor = Predictor(families, LinearHead(solution.coefficients), side=side)
     state = CompiledState(predictor, spec=spec, closures=options.closures)
     per_layer = lambda x: np.asarray(x).reshape(math.prod(stack), -1)
-    figures = dict(r_squared_fit=per_layer(solution.r_squared).mean(-1),
-                   num_rows=per_layer(solution.num_rows).sum(-1))
+    figures = dict(
+        r_squared_fit=per_layer(solution.r_squared).mean(-1),
+        num_rows=per_layer(solution.num_rows).sum(-1),
+    )
     return state, figures
 
 
@@ -202,19 +216,26 @@ def measure(records, batches, states, fits) -> dict[str, LayerReport]:
         count = fits[path]["num_rows"].shape[0]
         for i in range(count):
             name = path if count == 1 and not _stacked(states[path]) else f"{path}[{i}]"
-            rows = {operator: {metric: float(value[i] / len(batches))
-                               for metric, value in figures.items()}
-                    for operator, figures in total.items()}
+            rows = {
+                operator: {
+                    metric: float(value[i] / len(batches)) for metric, value in figures.items()
+                }
+                for operator, figures in total.items()
+            }
             r_squared = rows.pop("fit")["r_squared"]
-            reports[name] = LayerReport(name, rows, dict(
-                r_squared=r_squared, **{key: float(x[i]) for key, x in fits[path].items()}))
+            reports[name] = LayerReport(
+                name,
+                rows,
+                dict(r_squared=r_squared, **{key: float(x[i]) for key, x in fits[path].items()}),
+            )
     return reports
 
 
 def _natural(path: str) -> list:
     """Sort key by which ``block_10`` follows ``block_9``."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part)
-            for part in re.split(r"(\d+)", path)]
+    return [
+        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path)
+    ]
 
 
 def _stacked(state: CompiledState) -> bool:
@@ -223,8 +244,10 @@ def _stacked(state: CompiledState) -> bool:
 
 def _checked(batches):
     if isinstance(batches, (jax.Array, np.ndarray, Mapping, str)):
-        raise TypeError(f"batches must be an iterable of batches, got one "
-                        f"{type(batches).__name__}; for a single batch give [batch]")
+        raise TypeError(
+            f"batches must be an iterable of batches, got one "
+            f"{type(batches).__name__}; for a single batch give [batch]"
+        )
     return batches
 
 
@@ -234,7 +257,8 @@ def _is_held_out(index: int, share: float) -> bool:
         return False
     offset = 1 / share - 2
     return math.floor((index + 1 + offset) * share + 1e-9) > math.floor(
-        (index + offset) * share + 1e-9)
+        (index + offset) * share + 1e-9
+    )
 
 
 def group_by_path(tree: Mapping, leaf_type: type, prefix: tuple = ()) -> dict[str, Any]:

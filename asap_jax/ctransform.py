@@ -125,6 +125,8 @@ def _score_args(scores, dual, name, axis):
     scores = checks.at_least_f32(checks.real_array("scores", scores))
     dual = checks.real_array(name, dual)
     if scores.ndim < 2 or dual.shape != (*scores.shape[:-2], scores.shape[axis]):
-        raise ValueError(f"{name} of shape {dual.shape} does not fit scores of shape "
-                         f"{scores.shape}: expected (..., {'N' if axis == -2 else 'M'})")
+        raise ValueError(
+            f"{name} of shape {dual.shape} does not fit scores of shape "
+            f"{scores.shape}: expected (..., {'N' if axis == -2 else 'M'})"
+        )
     return scores, dual.astype(scores.dtype)

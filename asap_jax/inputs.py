@@ -43,8 +43,20 @@ class Problem:
     dtype: Any = flax.struct.field(pytree_node=False)
 
 
-def make_problem(query, key, value, bias, mask, *, scale: float | None, dtype=None,
-                 precision=None, is_causal=False, implementation="auto", einsums=()) -> Problem:
+def make_problem(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    scale: float | None,
+    dtype=None,
+    precision=None,
+    is_causal=False,
+    implementation="auto",
+    einsums=(),
+) -> Problem:
     """Checks one attention call and brings it to per-head form.
 
     Raises:
@@ -55,8 +67,10 @@ def make_problem(query, key, value, bias, mask, *, scale: float | None, dtype=No
     checks.one_of("implementation", implementation, IMPLEMENTATIONS)
     refuse_causal(is_causal)
     if any(einsum is not None for einsum in einsums):
-        raise ValueError("qk_attn_weights_einsum and attn_weights_value_einsum are not supported: "
-                         "scores and closures are computed in float32 at least")
+        raise ValueError(
+            "qk_attn_weights_einsum and attn_weights_value_einsum are not supported: "
+            "scores and closures are computed in float32 at least"
+        )
     query, key, value = promote(query, key, value, dtype=dtype)
     key, value = match_heads(query, key, value)
     out_dtype = query.dtype
@@ -83,13 +97,15 @@ def refuse_causal(is_causal) -> None:
         raise ValueError(
             "is_causal=True is refused: the only lower-triangular matrix with unit row and column "
             "sums is the identity, and a key closure reads later queries, so no causal "
-            "doubly-stochastic attention exists")
+            "doubly-stochastic attention exists"
+        )
 
 
 def promote(query, key, value, *, dtype=None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The three inputs in one real floating dtype (``dtype`` if given)."""
-    arrays = [checks.real_array(name, x)
-              for name, x in (("query", query), ("key", key), ("value", value))]
+    arrays = [
+        checks.real_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    ]
     if dtype is None:
         dtype = arrays[0].dtype
         for x in arrays[1:]:
@@ -103,8 +119,10 @@ def match_heads(query, key, value) -> tuple[jax.Array, jax.Array]:
     """Checks shapes and repeats grouped key/value heads up to the query heads."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
-        raise ValueError(f"query, key and value must be (..., length, heads, head_dim) of equal "
-                         f"rank >= 3, got {shapes}")
+        raise ValueError(
+            f"query, key and value must be (..., length, heads, head_dim) of equal "
+            f"rank >= 3, got {shapes}"
+        )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"batch axes of query, key and value differ: {shapes}")
     if query.shape[-1] != key.shape[-1]:
@@ -112,8 +130,9 @@ def match_heads(query, key, value) -> tuple[jax.Array, jax.Array]:
     if key.shape[-3] != value.shape[-3]:
         raise ValueError(f"lengths of key and value differ: {shapes}")
     if key.shape[-2] != value.shape[-2] or key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
-        raise ValueError(f"heads of key and value must be equal and divide those of query: "
-                         f"{shapes}")
+        raise ValueError(
+            f"heads of key and value must be equal and divide those of query: {shapes}"
+        )
     if 0 in query.shape[-3:] or 0 in key.shape[-3:]:
         raise ValueError(f"query, key and value must hold a token, a head and a channel: {shapes}")
     repeats = query.shape[-2] // key.shape[-2]
@@ -144,17 +163,31 @@ def dropout(weights: jax.Array, *, rng, rate, deterministic, broadcast: bool) ->
     return jnp.where(keep, weights / (1 - rate), jnp.zeros_like(weights))
 
 
-def finish(problem: Problem, weights: jax.Array, *, dropout_rng=None, dropout_rate=0.0,
-           broadcast_dropout=True, deterministic=True, precision=None, module=None,
-           return_weights=False):
+def finish(
+    problem: Problem,
+    weights: jax.Array,
+    *,
+    dropout_rng=None,
+    dropout_rate=0.0,
+    broadcast_dropout=True,
+    deterministic=True,
+    precision=None,
+    module=None,
+    return_weights=False,
+):
     """Dropout, value mixing and layout; ``(..., N, H, d_v)`` or ``(out, weights)``.
 
     With ``module`` the weights are sown under Flax's name ``attention_weights``.
     """
     if module is not None:
         _sow(module, weights.astype(problem.dtype))
-    mixed = dropout(weights, rng=dropout_rng, rate=dropout_rate, deterministic=deterministic,
-                    broadcast=broadcast_dropout)
+    mixed = dropout(
+        weights,
+        rng=dropout_rng,
+        rate=dropout_rate,
+        deterministic=deterministic,
+        broadcast=broadcast_dropout,
+    )
     out = jnp.einsum("...nm,...md->...nd", mixed, problem.v, precision=precision)
     out = jnp.swapaxes(out, -2, -3).astype(problem.dtype)
     if not checks.static_bool("return_weights", return_weights):

@@ -42,15 +42,20 @@ class NormalEquations:
     num_rows: jax.Array
 
     @classmethod
-    def zero(cls, num_features: int, *, num_heads: int | None = None,
-             dtype=jnp.float32) -> "NormalEquations":
+    def zero(
+        cls, num_features: int, *, num_heads: int | None = None, dtype=jnp.float32
+    ) -> NormalEquations:
         """Empty sums for F features, with a leading axis of heads when ``num_heads`` is given."""
         lead = () if num_heads is None else (num_heads,)
         f = checks.positive_int("num_features", num_features)
-        return cls(jnp.zeros((*lead, f, f), dtype), jnp.zeros((*lead, f), dtype),
-                   jnp.zeros(lead, dtype), jnp.zeros(lead, dtype))
+        return cls(
+            jnp.zeros((*lead, f, f), dtype),
+            jnp.zeros((*lead, f), dtype),
+            jnp.zeros(lead, dtype),
+            jnp.zeros(lead, dtype),
+        )
 
-    def add(self, features, targets, valid=None) -> "NormalEquations":
+    def add(self, features, targets, valid=None) -> NormalEquations:
         """Adds rows ``features (..., N, F)``, ``targets (..., N)``.
 
         ``valid`` (bool, broadcasting to the targets) drops rows, whatever they hold. With a
@@ -63,18 +68,22 @@ class NormalEquations:
         dtype = self.gram.dtype
         x, y = x.astype(dtype), y.astype(dtype)
         if x.shape[-1] != self.gram.shape[-1]:
-            raise ValueError(f"features of shape {x.shape} do not fit normal equations of "
-                             f"{self.gram.shape[-1]} features")
+            raise ValueError(
+                f"features of shape {x.shape} do not fit normal equations of "
+                f"{self.gram.shape[-1]} features"
+            )
         keep = checks.validity("valid", valid, y.shape)
         x = jnp.where(keep[..., None], x, jnp.zeros_like(x))
         y = jnp.where(keep, y, jnp.zeros_like(y))
         heads = self.gram.ndim == 3
         if heads and (x.ndim < 3 or x.shape[-3] != self.gram.shape[0]):
-            raise ValueError(f"features of shape {x.shape} must have {self.gram.shape[0]} heads "
-                             f"on axis -3")
+            raise ValueError(
+                f"features of shape {x.shape} must have {self.gram.shape[0]} heads on axis -3"
+            )
         if heads:
             by_head = lambda z, rest: jnp.moveaxis(z, -2 - rest, 0).reshape(
-                z.shape[-2 - rest], -1, *z.shape[z.ndim - rest:])
+                z.shape[-2 - rest], -1, *z.shape[z.ndim - rest :]
+            )
             x, y, keep = by_head(x, 1), by_head(y, 0), by_head(keep, 0)
         else:
             x, y, keep = x.reshape(-1, x.shape[-1]), y.reshape(-1), keep.reshape(-1)
@@ -83,12 +92,13 @@ class NormalEquations:
             self.gram + jnp.einsum("...rf,...rg->...fg", x, x, precision=exact),
             self.moment + jnp.einsum("...rf,...r->...f", x, y, precision=exact),
             self.target_square + jnp.sum(y * y, -1),
-            self.num_rows + jnp.sum(keep, -1, dtype=dtype))
+            self.num_rows + jnp.sum(keep, -1, dtype=dtype),
+        )
 
-    def __add__(self, other: "NormalEquations") -> "NormalEquations":
+    def __add__(self, other: NormalEquations) -> NormalEquations:
         return jax.tree.map(jnp.add, self, other)
 
-    def pooled(self) -> "NormalEquations":
+    def pooled(self) -> NormalEquations:
         """The sums over heads, for one coefficient vector a layer."""
         return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
 
@@ -102,8 +112,11 @@ class NormalEquations:
           ValueError: ``ridge < 0`` or not finite.
         """
         ridge = checks.non_negative_float("ridge", ridge)
-        finite = (jnp.isfinite(self.gram).all((-1, -2)) & jnp.isfinite(self.moment).all(-1)
-                  & jnp.isfinite(self.target_square))
+        finite = (
+            jnp.isfinite(self.gram).all((-1, -2))
+            & jnp.isfinite(self.moment).all(-1)
+            & jnp.isfinite(self.target_square)
+        )
         ok = finite & (self.num_rows > 0)
         gram = jnp.where(ok[..., None, None], self.gram, jnp.zeros_like(self.gram))
         moment = jnp.where(ok[..., None], self.moment, jnp.zeros_like(self.moment))
@@ -115,13 +128,16 @@ class NormalEquations:
             system = system / (size[..., :, None] * size[..., None, :])
             w = _pseudo_solve(system, moment / size) / size
         w = jnp.where(jnp.isfinite(w), w, jnp.zeros_like(w))
-        residual = (self.target_square - 2 * jnp.sum(w * moment, -1)
-                    + jnp.einsum("...f,...fg,...g->...", w, gram, w,
-                                 precision=jax.lax.Precision.HIGHEST))
+        residual = (
+            self.target_square
+            - 2 * jnp.sum(w * moment, -1)
+            + jnp.einsum("...f,...fg,...g->...", w, gram, w, precision=jax.lax.Precision.HIGHEST)
+        )
         tiny = jnp.finfo(gram.dtype).tiny
         r_squared = 1 - residual / jnp.maximum(self.target_square, tiny)
-        return LeastSquaresFit(w, jnp.where(ok, r_squared, jnp.zeros_like(r_squared)),
-                               self.num_rows, ok)
+        return LeastSquaresFit(
+            w, jnp.where(ok, r_squared, jnp.zeros_like(r_squared)), self.num_rows, ok
+        )
 
 
 def _pseudo_solve(matrix, rhs):
@@ -130,8 +146,9 @@ def _pseudo_solve(matrix, rhs):
     values, vectors = jnp.linalg.eigh(matrix)
     floor = jnp.finfo(matrix.dtype).eps * matrix.shape[-1] * jnp.abs(values).max(-1, keepdims=True)
     keep = values > floor
-    inverse = jnp.where(keep, 1 / jnp.where(keep, values, jnp.ones_like(values)),
-                        jnp.zeros_like(values))
+    inverse = jnp.where(
+        keep, 1 / jnp.where(keep, values, jnp.ones_like(values)), jnp.zeros_like(values)
+    )
     rotated = inverse * jnp.einsum("...fe,...f->...e", vectors, rhs, precision=exact)
     return jnp.einsum("...fe,...e->...f", vectors, rotated, precision=exact)
 
@@ -156,14 +173,18 @@ def fit_ls(features, targets, *, ridge=1e-3, valid=None) -> LeastSquaresFit:
     dtype = jnp.float64 if jnp.float64 in (x.dtype, y.dtype) else jnp.float32
     fit = NormalEquations.zero(x.shape[-1], dtype=dtype).add(x, y, valid).solve(ridge)
     if not isinstance(fit.ok, jax.core.Tracer) and not bool(np.asarray(fit.ok)):
-        raise ValueError(f"features of shape {x.shape} and targets of shape {y.shape} hold no "
-                         f"valid row or a value that is not finite")
+        raise ValueError(
+            f"features of shape {x.shape} and targets of shape {y.shape} hold no "
+            f"valid row or a value that is not finite"
+        )
     return fit
 
 
 def _rows(features, targets):
     x, y = checks.real_array("features", features), checks.real_array("targets", targets)
     if x.ndim < 2 or x.shape[:-1] != y.shape:
-        raise ValueError(f"features of shape {x.shape} and targets of shape {y.shape} must be "
-                         f"(..., N, F) and (..., N)")
+        raise ValueError(
+            f"features of shape {x.shape} and targets of shape {y.shape} must be "
+            f"(..., N, F) and (..., N)"
+        )
     return x, y

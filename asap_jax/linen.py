@@ -16,9 +16,11 @@ from asap_jax.spec import SinkhornSpec
 
 STATE = "asap"
 CAPTURE = "asap_capture"
-SCAN_CURE = (f"inside nn.scan / nn.vmap add the two collections, for instance "
-             f"nn.scan(..., variable_axes={{'params': 0, '{STATE}': 0, '{CAPTURE}': 0}}); inside "
-             f"another lifted transform let it pass them too")
+SCAN_CURE = (
+    f"inside nn.scan / nn.vmap add the two collections, for instance "
+    f"nn.scan(..., variable_axes={{'params': 0, '{STATE}': 0, '{CAPTURE}': 0}}); inside "
+    f"another lifted transform let it pass them too"
+)
 
 
 class SinkhornAttention(nn.Module):
@@ -40,44 +42,88 @@ class SinkhornAttention(nn.Module):
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, query, key, value, bias=None, mask=None, *, return_weights=False,
-                 dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True, deterministic=True,
-                 dtype=None, precision=None, module=None, is_causal=False,
-                 qk_attn_weights_einsum=None, attn_weights_value_einsum=None):
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        bias=None,
+        mask=None,
+        *,
+        return_weights=False,
+        dropout_rng=None,
+        dropout_rate=0.0,
+        broadcast_dropout=True,
+        deterministic=True,
+        dtype=None,
+        precision=None,
+        module=None,
+        is_causal=False,
+        qk_attn_weights_einsum=None,
+        attn_weights_value_einsum=None,
+    ):
         """Arguments and result as ``sinkhorn_attention``."""
         path = "/".join(self.path)
         if not self.is_initializing():
             recording = self.is_mutable_collection(CAPTURE)
             if recording:
                 if self.has_variable(CAPTURE, "record"):
-                    raise ValueError(capture.SHARED_INSTANCE.format(
-                        path=path, old=f"collection {CAPTURE!r}"))
+                    raise ValueError(
+                        capture.SHARED_INSTANCE.format(path=path, old=f"collection {CAPTURE!r}")
+                    )
                 record = Record.of(query, key, value, bias, mask, self.spec)
                 self.put_variable(CAPTURE, "record", record)
                 deterministic = True
             capture.note("recorded" if recording else "unrecorded", path)
         options = dict(
-            spec=self.spec, implementation=self.implementation, return_weights=return_weights,
-            dropout_rng=dropout_rng, dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout, deterministic=deterministic, dtype=dtype,
-            precision=precision, module=module, is_causal=is_causal,
+            spec=self.spec,
+            implementation=self.implementation,
+            return_weights=return_weights,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic,
+            dtype=dtype,
+            precision=precision,
+            module=module,
+            is_causal=is_causal,
             qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum)
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
         if not self.has_variable(STATE, "state"):
             return attention.sinkhorn_attention(query, key, value, bias, mask, **options)
         state = self.get_variable(STATE, "state")
         state.check(self.spec, path)
         capture.note("compiled", path)
-        return attention.asap_attention(query, key, value, bias, mask, predictor=state.predictor,
-                                        closures=state.closures, **options)
+        return attention.asap_attention(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            predictor=state.predictor,
+            closures=state.closures,
+            **options,
+        )
 
 
-def compile(model: nn.Module, variables: Mapping, batches: Iterable[Any], *,
-            apply_kwargs: Mapping[str, Any] | None = None,
-            forward: Callable[[Any, Any], Any] | None = None, holdout: float = 0.2, seed: int = 0,
-            layers: Sequence[str] | None = None, recipe: str = "paper", objective: str = "ls",
-            num_slices: int = 32, closures: str | int = "two_sided", ridge: float = 1e-3,
-            coefficients: str = "pooled") -> compiling.CompileResult:
+def compile(
+    model: nn.Module,
+    variables: Mapping,
+    batches: Iterable[Any],
+    *,
+    apply_kwargs: Mapping[str, Any] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
+    holdout: float = 0.2,
+    seed: int = 0,
+    layers: Sequence[str] | None = None,
+    recipe: str = "paper",
+    objective: str = "ls",
+    num_slices: int = 32,
+    closures: str | int = "two_sided",
+    ridge: float = 1e-3,
+    coefficients: str = "pooled",
+) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained linen model (paper, algorithm 1).
 
     Args:
@@ -108,8 +154,9 @@ def compile(model: nn.Module, variables: Mapping, batches: Iterable[Any], *,
         are not finite, a layer inside a transform that drops the collections, settings out of
         range.
     """
-    options = compiling.Options(holdout, seed, layers, recipe, objective, num_slices, closures,
-                                ridge, coefficients)
+    options = compiling.Options(
+        holdout, seed, layers, recipe, objective, num_slices, closures, ridge, coefficients
+    )
     variables = {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
     run = forward or _apply(model, dict(apply_kwargs or {}))
     recorded = jax.jit(lambda variables, batch: _record(run, variables, batch))
@@ -120,9 +167,10 @@ def compile(model: nn.Module, variables: Mapping, batches: Iterable[Any], *,
         with capture.observe() as observer:
             found = recorded(variables, batch)
         if observer.unrecorded:
-            raise ValueError(f"layers {list(observer.unrecorded)} ran but could not record: a "
-                             f"transform around them drops the collection {CAPTURE!r}. "
-                             + SCAN_CURE)
+            raise ValueError(
+                f"layers {list(observer.unrecorded)} ran but could not record: a "
+                f"transform around them drops the collection {CAPTURE!r}. " + SCAN_CURE
+            )
         return found
 
     states, report = compiling.compile_layers(records, batches, options)
@@ -131,8 +179,10 @@ def compile(model: nn.Module, variables: Mapping, batches: Iterable[Any], *,
         jax.eval_shape(lambda v, b: _quiet(run, v, b), compiled, last[0])
     missing = [path for path in states if path not in observer.compiled]
     if missing:
-        raise ValueError(f"layers {missing} did not switch to the compiled operator: a transform "
-                         f"around them drops the collection {STATE!r}. " + SCAN_CURE)
+        raise ValueError(
+            f"layers {missing} did not switch to the compiled operator: a transform "
+            f"around them drops the collection {STATE!r}. " + SCAN_CURE
+        )
     return compiling.CompileResult(states, report, variables=compiled)
 
 
@@ -143,6 +193,7 @@ def _apply(model, apply_kwargs):
     def run(variables, batch):
         args, kwargs = split_batch(batch)
         return model.apply(variables, *args, rngs=rngs, **{**kwargs, **apply_kwargs})
+
     return run
 
 
@@ -177,6 +228,7 @@ def _record(run, variables, batch) -> dict[str, Record]:
 
 def _quiet(run, variables, batch):
     """``run`` with every ``nn.Dropout`` switched off."""
+
     def no_dropout(next_function, args, kwargs, context):
         if isinstance(context.module, nn.Dropout) and context.method_name == "__call__":
             return args[0]

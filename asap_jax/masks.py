@@ -44,8 +44,9 @@ def as_mask(mask, shape: tuple, name: str = "mask") -> jax.Array | None:
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{name} must be bool or 0/1, got dtype {array.dtype}")
     if not isinstance(array, jax.core.Tracer) and not np.isin(np.asarray(array), (0, 1)).all():
-        raise ValueError(f"{name} of shape {array.shape} must hold only 0 and 1; "
-                         f"give additive masks as bias")
+        raise ValueError(
+            f"{name} of shape {array.shape} must hold only 0 and 1; give additive masks as bias"
+        )
     return array != 0
 
 

@@ -106,7 +106,9 @@ def _pair(a_name, a, b_name, b, min_rank):
     a = checks.at_least_f32(checks.real_array(a_name, a))
     b = checks.at_least_f32(checks.real_array(b_name, b))
     if a.shape != b.shape or a.ndim < min_rank:
-        raise ValueError(f"{a_name} of shape {a.shape} and {b_name} of shape {b.shape} must be "
-                         f"equal in shape, with at least {min_rank} axes")
+        raise ValueError(
+            f"{a_name} of shape {a.shape} and {b_name} of shape {b.shape} must be "
+            f"equal in shape, with at least {min_rank} axes"
+        )
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return a.astype(dtype), b.astype(dtype)

@@ -43,30 +43,62 @@ class SinkhornAttention(nnx.Module):
         self.implementation = implementation
         self.asap: AsapState | None = nnx.data(None)
 
-    def __call__(self, query, key, value, bias=None, mask=None, *, return_weights=False,
-                 dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True, deterministic=True,
-                 dtype=None, precision=None, module=None, is_causal=False,
-                 qk_attn_weights_einsum=None, attn_weights_value_einsum=None):
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        bias=None,
+        mask=None,
+        *,
+        return_weights=False,
+        dropout_rng=None,
+        dropout_rate=0.0,
+        broadcast_dropout=True,
+        deterministic=True,
+        dtype=None,
+        precision=None,
+        module=None,
+        is_causal=False,
+        qk_attn_weights_einsum=None,
+        attn_weights_value_einsum=None,
+    ):
         """Arguments and result as ``sinkhorn_attention``."""
         if self._captures():
             record = Record.of(query, key, value, bias, mask, self.spec)
             self.sow(AsapCapture, "record", record, init_fn=lambda: None, reduce_fn=_only_one)
             deterministic = True
         options = dict(
-            spec=self.spec, implementation=self.implementation, return_weights=return_weights,
-            dropout_rng=dropout_rng, dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout, deterministic=deterministic, dtype=dtype,
-            precision=precision, module=module, is_causal=is_causal,
+            spec=self.spec,
+            implementation=self.implementation,
+            return_weights=return_weights,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic,
+            dtype=dtype,
+            precision=precision,
+            module=module,
+            is_causal=is_causal,
             qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum)
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
         if self.asap is None:
             return attention.sinkhorn_attention(query, key, value, bias, mask, **options)
         state = self.asap.get_value()
         path = self.asap.get_metadata("path", "SinkhornAttention")
         state.check(self.spec, path)
         capture.note("compiled", path)
-        return attention.asap_attention(query, key, value, bias, mask, predictor=state.predictor,
-                                        closures=state.closures, **options)
+        return attention.asap_attention(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            predictor=state.predictor,
+            closures=state.closures,
+            **options,
+        )
 
     def _captures(self) -> bool:
         return any(type(c) is AsapCapture for c in getattr(self, "__captures__", ()))
@@ -74,23 +106,37 @@ class SinkhornAttention(nnx.Module):
 
 def _only_one(old, new):
     if old is not None:
-        raise ValueError(capture.SHARED_INSTANCE.format(
-            path="nnx.SinkhornAttention", old="AsapCapture state"))
+        raise ValueError(
+            capture.SHARED_INSTANCE.format(path="nnx.SinkhornAttention", old="AsapCapture state")
+        )
     return new
 
 
 def sinkhorn_layers(model: nnx.Module) -> dict[str, SinkhornAttention]:
     """The SinkhornAttention modules of a model by path, ``"blocks/0/attention/attention_fn"``."""
-    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)
-            if isinstance(module, SinkhornAttention)}
+    return {
+        "/".join(map(str, path)): module
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, SinkhornAttention)
+    }
 
 
-def compile(model: nnx.Module, batches: Iterable[Any], *,
-            apply_kwargs: Mapping[str, Any] | None = None,
-            forward: Callable[[Any, Any], Any] | None = None, holdout: float = 0.2, seed: int = 0,
-            layers: Sequence[str] | None = None, recipe: str = "paper", objective: str = "ls",
-            num_slices: int = 32, closures: str | int = "two_sided", ridge: float = 1e-3,
-            coefficients: str = "pooled") -> compiling.CompileResult:
+def compile(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    *,
+    apply_kwargs: Mapping[str, Any] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
+    holdout: float = 0.2,
+    seed: int = 0,
+    layers: Sequence[str] | None = None,
+    recipe: str = "paper",
+    objective: str = "ls",
+    num_slices: int = 32,
+    closures: str | int = "two_sided",
+    ridge: float = 1e-3,
+    coefficients: str = "pooled",
+) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained nnx model (paper, algorithm 1).
 
     Args:
@@ -106,8 +152,9 @@ def compile(model: nnx.Module, batches: Iterable[Any], *,
     Raises:
       ValueError, TypeError: as ``asap_jax.linen.compile``.
     """
-    options = compiling.Options(holdout, seed, layers, recipe, objective, num_slices, closures,
-                                ridge, coefficients)
+    options = compiling.Options(
+        holdout, seed, layers, recipe, objective, num_slices, closures, ridge, coefficients
+    )
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}")
     run = forward or _call(dict(apply_kwargs or {}))
@@ -138,8 +185,10 @@ def compile(model: nnx.Module, batches: Iterable[Any], *,
         jax.eval_shape(lambda state, batch: run(nnx.merge(graph, state), batch), state, last[0])
     missing = [path for path in states if path not in observer.compiled]
     if missing:
-        raise ValueError(f"layers {missing} did not switch to the compiled operator: the forward "
-                         f"pass did not run them on the model it was given")
+        raise ValueError(
+            f"layers {missing} did not switch to the compiled operator: the forward "
+            f"pass did not run them on the model it was given"
+        )
     return compiling.CompileResult(states, report, model=compiled)
 
 
@@ -157,4 +206,5 @@ def _call(apply_kwargs):
     def run(model, batch):
         args, kwargs = split_batch(batch)
         return model(*args, **{**kwargs, **apply_kwargs})
+
     return run

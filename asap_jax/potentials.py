@@ -58,8 +58,16 @@ def _sorted_support(x: jax.Array, valid: jax.Array, count: jax.Array) -> jax.Arr
     return jnp.where(jnp.arange(x.shape[0], dtype=jnp.uint32) < count, ordered, last)
 
 
-def sliced_potentials(q, k, directions, *, scale: float | None = None, query_valid=None,
-                      key_valid=None, outside: str = "extend") -> jax.Array:
+def sliced_potentials(
+    q,
+    k,
+    directions,
+    *,
+    scale: float | None = None,
+    query_valid=None,
+    key_valid=None,
+    outside: str = "extend",
+) -> jax.Array:
     """Sliced source potentials X_Theta(Q, K), centred over the valid queries, in cost units.
 
     Paper, eq. sliced_projections and sliced_source_potential; any N and M, masked supports.
@@ -87,8 +95,10 @@ def sliced_potentials(q, k, directions, *, scale: float | None = None, query_val
     checks.one_of("outside", outside, OUTSIDE)
     directions = checks.real_array("directions", directions)
     if directions.ndim != 2 or directions.shape[-1] != q.shape[-1]:
-        raise ValueError(f"directions of shape {directions.shape} must be (L, {q.shape[-1]}) to "
-                         f"fit q of shape {q.shape}")
+        raise ValueError(
+            f"directions of shape {directions.shape} must be (L, {q.shape[-1]}) to "
+            f"fit q of shape {q.shape}"
+        )
     if q.shape[-2] == 0 or k.shape[-2] == 0:
         raise ValueError(f"q of shape {q.shape} and k of shape {k.shape} must hold a token")
     dtype = accumulation_dtype(q, k)

@@ -29,14 +29,18 @@ class LinearHead:
         """``x (..., H, N, F)`` to ``(..., H, N)``."""
         w = jnp.asarray(self.coefficients).astype(x.dtype)
         if w.ndim not in (1, 2) or w.shape[-1] != x.shape[-1]:
-            raise ValueError(f"coefficients of shape {w.shape} do not fit features of shape "
-                             f"{x.shape}: expected ({x.shape[-1]},) or (heads, {x.shape[-1]})")
+            raise ValueError(
+                f"coefficients of shape {w.shape} do not fit features of shape "
+                f"{x.shape}: expected ({x.shape[-1]},) or (heads, {x.shape[-1]})"
+            )
         exact = jax.lax.Precision.HIGHEST
         if w.ndim == 1:
             return jnp.einsum("...nf,f->...n", x, w, precision=exact)
         if x.ndim < 3 or x.shape[-3] != w.shape[0]:
-            raise ValueError(f"coefficients of shape {w.shape} are for {w.shape[0]} heads, "
-                             f"features of shape {x.shape} have another number")
+            raise ValueError(
+                f"coefficients of shape {w.shape} are for {w.shape[0]} heads, "
+                f"features of shape {x.shape} have another number"
+            )
         return jnp.einsum("...hnf,hf->...hn", x, w, precision=exact)
 
 
@@ -64,8 +68,18 @@ class Predictor:
     side: str = flax.struct.field(pytree_node=False)
     baseline: str = flax.struct.field(pytree_node=False)
 
-    def __init__(self, features=(), head=None, *, directions=None, coefficients=None,
-                 token_bias=None, statistics=None, side="query", baseline="none"):
+    def __init__(
+        self,
+        features=(),
+        head=None,
+        *,
+        directions=None,
+        coefficients=None,
+        token_bias=None,
+        statistics=None,
+        side="query",
+        baseline="none",
+    ):
         if directions is not None:
             features = (_families.SlicedPotentials(directions), *features)
         if coefficients is not None:
@@ -75,8 +89,14 @@ class Predictor:
         checks.one_of("side", side, SIDES)
         checks.one_of("baseline", baseline, BASELINES)
         features = tuple(features) if isinstance(features, list) else features
-        for name, value in dict(features=features, head=head, token_bias=token_bias,
-                                statistics=statistics, side=side, baseline=baseline).items():
+        for name, value in dict(
+            features=features,
+            head=head,
+            token_bias=token_bias,
+            statistics=statistics,
+            side=side,
+            baseline=baseline,
+        ).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -88,8 +108,18 @@ class Predictor:
 _families = features
 
 
-def predict(predictor: Predictor, q, k, *, scale: float | None = None, query_valid=None,
-            key_valid=None, scores=None, epsilon: float = 1.0, mask=None) -> jax.Array:
+def predict(
+    predictor: Predictor,
+    q,
+    k,
+    *,
+    scale: float | None = None,
+    query_valid=None,
+    key_valid=None,
+    scores=None,
+    epsilon: float = 1.0,
+    mask=None,
+) -> jax.Array:
     """The predicted dual of ``predictor.side``, centred over its valid tokens, cost coordinates.
 
     Args:
@@ -107,23 +137,34 @@ def predict(predictor: Predictor, q, k, *, scale: float | None = None, query_val
       ValueError: shapes that do not fit, a missing head or features.
     """
     if not predictor.features or predictor.head is None:
-        raise ValueError("predictor needs at least one feature family and a head (for instance "
-                         "Predictor(directions=..., coefficients=...))")
+        raise ValueError(
+            "predictor needs at least one feature family and a head (for instance "
+            "Predictor(directions=..., coefficients=...))"
+        )
     q, k = checks.real_array("q", q), checks.real_array("k", k)
-    x, valid = design_matrix(predictor.features, predictor.side, q, k, scale=scale,
-                             query_valid=query_valid, key_valid=key_valid)
+    x, valid = design_matrix(
+        predictor.features,
+        predictor.side,
+        q,
+        k,
+        scale=scale,
+        query_valid=query_valid,
+        key_valid=key_valid,
+    )
     dual = predictor.head(x)
     if predictor.token_bias is not None:
         bias = jnp.asarray(predictor.token_bias).astype(dual.dtype)
         if bias.shape != dual.shape[-1:]:
-            raise ValueError(f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} "
-                             f"tokens")
+            raise ValueError(
+                f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} tokens"
+            )
         dual = dual + bias.reshape((1,) * (dual.ndim - 1) + bias.shape)
     if predictor.baseline == "first_step":
         if scores is None:
             raise ValueError("baseline='first_step' needs scores")
-        dual = dual + first_step(scores, predictor.side, q, k, scale=scale, epsilon=epsilon,
-                                 mask=mask)
+        dual = dual + first_step(
+            scores, predictor.side, q, k, scale=scale, epsilon=epsilon, mask=mask
+        )
     return masks.center(dual, valid)
 
 
@@ -136,8 +177,9 @@ def design_matrix(families, side: str, q, k, *, scale=None, query_valid=None, ke
     key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
     if side == "key":
         q, k, query_valid, key_valid = k, q, key_valid, query_valid
-    x = features.concatenate(families, q, k, scale=scale, query_valid=query_valid,
-                             key_valid=key_valid)
+    x = features.concatenate(
+        families, q, k, scale=scale, query_valid=query_valid, key_valid=key_valid
+    )
     return x, query_valid
 
 

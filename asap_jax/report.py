@@ -26,9 +26,13 @@ class LayerReport:
     def __str__(self) -> str:
         width = max(len(name) for name in self.rows)
         head = " ".join(f"{h:>16}" for h in HEADINGS)
-        lines = [f"{self.path}: dual R2 {self.fit['r_squared']:.4f} "
-                 f"(fit {self.fit['r_squared_fit']:.4f}, {int(self.fit['num_rows'])} rows)",
-                 f"  {'operator':<{width}} {head}"]
+        lines = [
+            (
+                f"{self.path}: dual R2 {self.fit['r_squared']:.4f} "
+                f"(fit {self.fit['r_squared_fit']:.4f}, {int(self.fit['num_rows'])} rows)"
+            ),
+            f"  {'operator':<{width}} {head}",
+        ]
         for name, row in self.rows.items():
             cells = " ".join(f"{row[m]:>16.3g}" for m in METRICS)
             lines.append(f"  {name:<{width}} {cells}")
@@ -54,6 +58,8 @@ class CompileReport:
 
     def __str__(self) -> str:
         share = "held-out" if self.held_out else "IN-SAMPLE (give more batches to hold some out)"
-        head = (f"{len(self.layers)} layer(s), fitted on {self.num_fit_batches} batch(es) in "
-                f"{self.fit_seconds:.1f} s; figures on {self.num_report_batches} {share} batch(es)")
+        head = (
+            f"{len(self.layers)} layer(s), fitted on {self.num_fit_batches} batch(es) in "
+            f"{self.fit_seconds:.1f} s; figures on {self.num_report_batches} {share} batch(es)"
+        )
         return "\n".join([head, *map(str, self.layers.values())])

@@ -36,7 +36,8 @@ def scores(q, k, *, scale: float | None = None, bias=None, precision=None) -> ja
     checks.heads_last_dim(q, k)
     dtype = accumulation_dtype(q, k)
     s = resolve_scale(scale, q.shape[-1]) * jnp.einsum(
-        "...nd,...md->...nm", q.astype(dtype), k.astype(dtype), precision=precision)
+        "...nd,...md->...nm", q.astype(dtype), k.astype(dtype), precision=precision
+    )
     if bias is None:
         return s
     bias = checks.real_array("bias", bias)

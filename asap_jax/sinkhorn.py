@@ -30,8 +30,9 @@ class SinkhornDuals:
     aligned_side: str | None = flax.struct.field(pytree_node=False, default=None)
 
 
-def sinkhorn_duals(scores, *, spec: SinkhornSpec, mask=None,
-                   before_end: int | None = None) -> SinkhornDuals:
+def sinkhorn_duals(
+    scores, *, spec: SinkhornSpec, mask=None, before_end: int | None = None
+) -> SinkhornDuals:
     """Runs ``spec.num_steps`` half-normalisations, rows first, and returns the duals.
 
     Args:
@@ -55,8 +56,9 @@ def sinkhorn_duals(scores, *, spec: SinkhornSpec, mask=None,
     if before_end is not None:
         before_end = checks.positive_int("before_end", before_end)
         if before_end >= num_steps:
-            raise ValueError(f"before_end={before_end} must be at most num_steps - 1 = "
-                             f"{num_steps - 1}")
+            raise ValueError(
+                f"before_end={before_end} must be at most num_steps - 1 = {num_steps - 1}"
+            )
 
     # Steps after which a dual is read out; step t leaves a row dual when t is odd.
     source_step = num_steps - (1 if num_steps % 2 == 0 else 2)
@@ -65,13 +67,15 @@ def sinkhorn_duals(scores, *, spec: SinkhornSpec, mask=None,
     dual, side = jnp.zeros_like(kernel[..., 0, :]), "key"
     pair = (jnp.zeros_like(kernel[..., :, 0]), dual)
     for stop in sorted({s for s in (source_step, aligned_step, num_steps) if s and s > 0}):
-        u, v = closures.alternate(kernel, dual, side=side, num_steps=stop - done,
-                                  log_target=target)
+        u, v = closures.alternate(kernel, dual, side=side, num_steps=stop - done, log_target=target)
         side, done = ("query" if stop % 2 else "key"), stop
         dual = u if side == "query" else v
         duals[stop], pair = dual, (u, v)
     scale = lambda x: None if x is None else spec.epsilon * x
     return SinkhornDuals(
-        query=scale(pair[0]), key=scale(pair[1]), source=scale(duals.get(source_step)),
+        query=scale(pair[0]),
+        key=scale(pair[1]),
+        source=scale(duals.get(source_step)),
         aligned=scale(duals.get(aligned_step)),
-        aligned_side=None if before_end is None else spec.side_before_end(before_end))
+        aligned_side=None if before_end is None else spec.side_before_end(before_end),
+    )

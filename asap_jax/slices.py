@@ -46,6 +46,7 @@ def unit_rows(directions: jax.Array) -> jax.Array:
     if not isinstance(norm, jax.core.Tracer):
         length = np.asarray(norm)
         if not (np.isfinite(length) & (length > 0)).all():
-            raise ValueError(f"directions of shape {directions.shape} must have rows of finite "
-                             f"length > 0")
+            raise ValueError(
+                f"directions of shape {directions.shape} must have rows of finite length > 0"
+            )
     return directions / norm
