@@ -7,6 +7,7 @@ from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult
 from asap_jax.ctransform import attention_weights, key_ctransform, query_ctransform
 from asap_jax.features import SlicedPotentials
+from asap_jax.kl import KLFit, fit_kl, kl_objective
 from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
 from asap_jax.potentials import sliced_potentials
 from asap_jax.predictor import LinearHead, Predictor, predict
@@ -22,6 +23,7 @@ __all__ = [
     "CompileReport",
     "CompileResult",
     "CompiledState",
+    "KLFit",
     "LayerReport",
     "LeastSquaresFit",
     "LinearHead",
@@ -32,7 +34,9 @@ __all__ = [
     "SlicedPotentials",
     "asap_attention",
     "attention_weights",
+    "fit_kl",
     "fit_ls",
+    "kl_objective",
     "key_ctransform",
     "linen",
     "load",

@@ -5,17 +5,20 @@ Pure functions of one layer's record; layers stacked by a scan are mapped over.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import attention, inputs, masks, metrics
+from asap_jax import attention, inputs, kl, masks, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record
 from asap_jax.least_squares import NormalEquations
 from asap_jax.predictor import design_matrix, predict
 from asap_jax.scores import query_shift
+from asap_jax.scores import scores as make_scores
 from asap_jax.sinkhorn import sinkhorn_duals
 from asap_jax.spec import SinkhornSpec
 
@@ -59,6 +62,66 @@ def layer_sums(record: Record, families, *, before_end: int | None) -> NormalEqu
         return zero.add(x, y, valid)
 
     return over_stack(sums, record)
+
+
+@flax.struct.dataclass
+class KLItem:
+    """What the KL objective keeps of one record: nothing of size N^2 but the layer's own bias.
+
+    Attributes:
+      q ``(..., H, N, d)``, k ``(..., H, M, d)``; bias, mask: rank of the scores, or None.
+      features ``(..., H, N, F)``, target ``(..., H, N)``: cost coordinates.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    bias: jax.Array | None
+    mask: jax.Array | None
+    features: jax.Array
+    target: jax.Array
+
+
+@jax.jit
+def kl_item(record: Record, families) -> KLItem:
+    """The KL item of an unstacked record, for the closure-ready source dual."""
+    p = problem(record)
+    y, side, validity = target_dual(p, record.spec, None)
+    x, _ = design_matrix(
+        families,
+        side,
+        p.q,
+        p.k,
+        scale=p.scale,
+        query_valid=None if validity is None else validity.query,
+        key_valid=None if validity is None else validity.key,
+    )
+    if p.validity is not None:
+        x = masks.zero_inactive(x, p.validity.query)
+        y = jnp.where(p.validity.query, y, jnp.zeros_like(y))
+    bias, _ = masks.as_bias(record.bias, p.scores.shape)
+    return KLItem(p.q, p.k, bias, p.mask, x, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class KLBlocks:
+    """From a KLItem to the Block of its microbatch; scores are formed anew each time."""
+
+    spec: SinkhornSpec
+
+    def __call__(self, item: KLItem) -> kl.Block:
+        """The Block of ``item``."""
+        scale = self.spec.score_scale(item.q.shape[-1])
+        s = make_scores(item.q, item.k, scale=scale, bias=item.bias)
+        shift = query_shift(item.q, scale=scale)
+        return kl.make_block(
+            item.features,
+            item.target,
+            s,
+            shift,
+            item.mask,
+            epsilon=self.spec.epsilon,
+            key_mass=self.spec.key_mass,
+        )
 
 
 @functools.partial(jax.jit, static_argnames="budgets")

@@ -6,7 +6,6 @@ batch to the records of every layer, and write the fitted states back into the m
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import re
@@ -15,51 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import attention, calibrate, checks
+from asap_jax import calibrate
 from asap_jax.capture import CompiledState, Record
-from asap_jax.features import SlicedPotentials
-from asap_jax.predictor import LinearHead, Predictor
+from asap_jax.fitting import LayerFit
+from asap_jax.options import Options
 from asap_jax.report import CompileReport, LayerReport
-from asap_jax.slices import slice_directions
 
-RECIPES = ("paper",)
-OBJECTIVES = ("ls",)
-COEFFICIENTS = ("pooled", "per_head")
 BUDGETS = (2, 3, 4, 5)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a compile may choose; see ``asap_jax.linen.compile`` for each."""
-
-    holdout: float = 0.2
-    seed: int = 0
-    layers: Sequence[str] | None = None
-    recipe: str = "paper"
-    objective: str = "ls"
-    num_slices: int = 32
-    closures: str | int = "two_sided"
-    ridge: float = 1e-3
-    coefficients: str = "pooled"
-
-    def __post_init__(self):
-        checks.one_of("recipe", self.recipe, RECIPES)
-        checks.one_of("objective", self.objective, OBJECTIVES)
-        checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
-        checks.positive_int("num_slices", self.num_slices)
-        object.__setattr__(self, "ridge", checks.non_negative_float("ridge", self.ridge))
-        holdout = checks.non_negative_float("holdout", self.holdout)
-        if holdout >= 1:
-            raise ValueError(f"holdout must be in [0, 1), got {holdout}")
-        if isinstance(self.closures, str):
-            checks.one_of("closures", self.closures, attention.CLOSURES)
-        else:
-            checks.positive_int("closures", self.closures)
-        if isinstance(self.layers, str):
-            raise TypeError(f"layers must be a sequence of paths, got the string {self.layers!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,43 +61,31 @@ def compile_layers(
         are empty or not finite; each names the layer and the setting.
     """
     start = time.perf_counter()
-    sums: dict[str, Any] = {}
-    families: dict[str, tuple] = {}
-    specs: dict[str, Any] = {}
-    shapes: dict[str, tuple] = {}
+    fits: dict[str, LayerFit] = {}
     kept, first, num_fit = [], None, 0
-    before_end = calibrate.before_end_of(options.closures)
-    for index, batch in enumerate(_checked(batches)):
+    for index, batch in enumerate(checked(batches, options)):
         first = batch if first is None else first
-        if _is_held_out(index, options.holdout):
+        if is_held_out(index, options.holdout):
             kept.append(batch)
             continue
-        found = select(records(batch), options.layers)
-        if not families:
-            for path, record in found.items():
-                refuse(path, record.spec, options.closures)
-                specs[path], shapes[path] = record.spec, (record.stack, record.query.shape[-2:])
-                families[path] = paper_features(record, options)
-        for path, record in found.items():
-            new = calibrate.layer_sums(record, families[path], before_end=before_end)
-            if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(new)):
-                raise ValueError(
-                    f"calibration batch {index} gives a value that is not finite at "
-                    f"layer {path!r} (query of shape {record.query.shape})"
-                )
-            sums[path] = new if path not in sums else sums[path] + new
+        for path, record in select(records(batch), options.layers).items():
+            if path not in fits:
+                fits[path] = LayerFit(path, record, options)
+            fits[path].add(record, f"calibration batch {index}")
         num_fit += 1
     if first is None:
         raise ValueError("batches holds no batch: give at least one calibration batch")
 
-    states, fits = {}, {}
-    for path in families:
-        states[path], fits[path] = fit(
-            path, sums[path], families[path], specs[path], options, stack=shapes[path][0]
-        )
+    def again(path):
+        for index, batch in enumerate(batches):
+            if not is_held_out(index, options.holdout):
+                yield records(batch)[path]
+
+    solved = {path: fit.solve(lambda path=path: again(path)) for path, fit in fits.items()}
     seconds = time.perf_counter() - start
     report_batches = kept or [first]
-    layers = measure(records, report_batches, states, fits)
+    layers = measure(records, report_batches, solved)
+    states = {path: state for path, (state, _) in solved.items()}
     return states, CompileReport(layers, bool(kept), num_fit, len(report_batches), seconds)
 
 
@@ -155,79 +106,27 @@ def select(found: Mapping[str, Record], layers: Sequence[str] | None) -> dict[st
     return {path: found[path] for path in layers}
 
 
-def refuse(path: str, spec, closures) -> None:
-    """Raises ValueError for a teacher that these closures cannot compile, with the reason."""
-    if spec.num_steps == 1:
-        raise ValueError(
-            f"layer {path!r} has num_steps=1, which is row softmax: it has no dual "
-            f"before its only step, so there is nothing to compile; leave it out with "
-            f"layers=[...]"
-        )
-    if isinstance(closures, int) and closures >= spec.num_steps:
-        raise ValueError(
-            f"closures={closures} needs a teacher of more steps than layer {path!r} "
-            f"with num_steps={spec.num_steps}"
-        )
-
-
-def paper_features(record: Record, options: Options) -> tuple:
-    """The paper's feature family: one bank of Gaussian slices, the same for every layer."""
-    bank = slice_directions(
-        jax.random.key(options.seed), options.num_slices, record.query.shape[-1]
-    )
-    return (SlicedPotentials(bank),)
-
-
-def fit(path: str, sums, families: tuple, spec, options: Options, *, stack: tuple = ()):
-    """Solves one layer's normal equations (paper, eq. asap_ls_closed_form).
-
-    Returns its CompiledState, arrays stacked under a scan, and the fit's figures.
-    """
-    solve = lambda s: (s.pooled() if options.coefficients == "pooled" else s).solve(options.ridge)
-    for _ in stack:
-        solve = jax.vmap(solve)
-    solution = solve(sums)
-    if not bool(np.asarray(solution.ok).all()):
-        raise ValueError(f"layer {path!r} saw no active token in the calibration batches")
-    families = jax.tree.map(lambda x: jnp.broadcast_to(x, (*stack, *x.shape)), families)
-    side = "query" if isinstance(options.closures, str) else spec.side_before_end(options.closures)
-    predictor = Predictor(families, LinearHead(solution.coefficients), side=side)
-    state = CompiledState(predictor, spec=spec, closures=options.closures)
-    per_layer = lambda x: np.asarray(x).reshape(math.prod(stack), -1)
-    figures = dict(
-        r_squared_fit=per_layer(solution.r_squared).mean(-1),
-        num_rows=per_layer(solution.num_rows).sum(-1),
-    )
-    return state, figures
-
-
-def measure(records, batches, states, fits) -> dict[str, LayerReport]:
+def measure(records, batches, solved: Mapping[str, tuple]) -> dict[str, LayerReport]:
     """Mean fidelity over ``batches``, one LayerReport a layer (each layer of a stack alone)."""
     totals: dict[str, Any] = {}
+    stacked: dict[str, bool] = {}
     for batch in batches:
         found = records(batch)
-        for path, state in states.items():
+        for path, (state, _) in solved.items():
             budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
             new = calibrate.layer_fidelity(found[path], state, budgets=budgets)
             new = jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), new)
             totals[path] = new if path not in totals else jax.tree.map(np.add, totals[path], new)
+            stacked[path] = bool(found[path].stack)
     reports = {}
     for path, total in totals.items():
-        count = fits[path]["num_rows"].shape[0]
-        for i in range(count):
-            name = path if count == 1 and not _stacked(states[path]) else f"{path}[{i}]"
+        for i, figures in enumerate(solved[path][1]):
+            name = f"{path}[{i}]" if stacked[path] else path
             rows = {
-                operator: {
-                    metric: float(value[i] / len(batches)) for metric, value in figures.items()
-                }
-                for operator, figures in total.items()
+                operator: {metric: float(x[i] / len(batches)) for metric, x in row.items()}
+                for operator, row in total.items()
             }
-            r_squared = rows.pop("fit")["r_squared"]
-            reports[name] = LayerReport(
-                name,
-                rows,
-                dict(r_squared=r_squared, **{key: float(x[i]) for key, x in fits[path].items()}),
-            )
+            reports[name] = LayerReport(name, rows, {**rows.pop("fit"), **figures})
     return reports
 
 
@@ -238,35 +137,38 @@ def _natural(path: str) -> list:
     ]
 
 
-def _stacked(state: CompiledState) -> bool:
-    return state.predictor.features[0].directions.ndim > 2
+def checked(batches: Iterable[Any], options: Options) -> Iterable[Any]:
+    """``batches`` as it is.
 
-
-def _checked(batches):
+    Raises:
+      TypeError: one batch instead of an iterable of them, or a one-pass iterator where the fit
+        must go through the data again.
+    """
     if isinstance(batches, (jax.Array, np.ndarray, Mapping, str)):
         raise TypeError(
-            f"batches must be an iterable of batches, got one "
-            f"{type(batches).__name__}; for a single batch give [batch]"
+            f"batches must be an iterable of batches, got one {type(batches).__name__}; for a "
+            f"single batch give [batch]"
+        )
+    if options.objective == "kl" and not options.in_memory and iter(batches) is batches:
+        raise TypeError(
+            "batches must be re-iterable (a list, not a generator) for objective='kl' with "
+            "in_memory=False, which goes through them once an evaluation"
         )
     return batches
 
 
-def _is_held_out(index: int, share: float) -> bool:
-    """Whether batch ``index`` is held out: the second, then one in every ``1 / share``."""
-    if share == 0:
-        return False
-    offset = 1 / share - 2
-    return math.floor((index + 1 + offset) * share + 1e-9) > math.floor(
-        (index + offset) * share + 1e-9
-    )
+def is_held_out(index: int, share: float) -> bool:
+    """Whether batch ``index`` is held out: never the first, then one in every ``1 / share``."""
+    before = lambda i: math.ceil(i * share - 1e-9)
+    return index > 0 and before(index) > before(index - 1)
 
 
 def group_by_path(tree: Mapping, leaf_type: type, prefix: tuple = ()) -> dict[str, Any]:
     """Flattens nested mappings to ``"a/b/c" -> leaf`` for leaves of ``leaf_type``."""
-    found = collections.OrderedDict()
+    found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, leaf_type):
             found["/".join(prefix)] = value
         elif isinstance(value, Mapping):
             found.update(group_by_path(value, leaf_type, (*prefix, str(name))))
-    return dict(found)
+    return found

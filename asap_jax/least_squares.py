@@ -124,7 +124,8 @@ class NormalEquations:
             w = _pseudo_solve(gram, moment)
         else:  # unit diagonal first: features of any size then share one rounding floor
             size = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1) + ridge)
-            system = gram + ridge * jnp.eye(gram.shape[-1], dtype=gram.dtype)
+            unit = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
+            system = gram + ridge * unit
             system = system / (size[..., :, None] * size[..., None, :])
             w = _pseudo_solve(system, moment / size) / size
         w = jnp.where(jnp.isfinite(w), w, jnp.zeros_like(w))

@@ -12,6 +12,7 @@ import jax
 from asap_jax import attention, capture
 from asap_jax import compile as compiling
 from asap_jax.capture import CompiledState, Record
+from asap_jax.options import Options
 from asap_jax.spec import SinkhornSpec
 
 STATE = "asap"
@@ -123,6 +124,7 @@ def compile(
     closures: str | int = "two_sided",
     ridge: float = 1e-3,
     coefficients: str = "pooled",
+    in_memory: bool = True,
 ) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained linen model (paper, algorithm 1).
 
@@ -140,11 +142,13 @@ def compile(
       seed: seed of the slice directions.
       layers: paths of the layers to compile; all when None.
       recipe: ``"paper"`` (ASAP: sliced potentials, pooled over heads).
-      objective: ``"ls"`` (ASAP-LS).
+      objective: ``"ls"`` (ASAP-LS) or ``"kl"`` (ASAP-KL, started at LS).
       num_slices: L.
       closures: ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0), or an int n (aligned dual).
       ridge: unnormalised lambda >= 0.
       coefficients: ``"pooled"`` over heads or ``"per_head"``.
+      in_memory: KL only: keep q, k, mask, features and targets of the fit batches, or, when
+        False, run the model over re-iterable batches again on every evaluation.
 
     Returns:
       CompileResult with ``.variables`` (the compiled model's) and ``.report``.
@@ -154,8 +158,17 @@ def compile(
         are not finite, a layer inside a transform that drops the collections, settings out of
         range.
     """
-    options = compiling.Options(
-        holdout, seed, layers, recipe, objective, num_slices, closures, ridge, coefficients
+    options = Options(
+        holdout=holdout,
+        seed=seed,
+        layers=layers,
+        recipe=recipe,
+        objective=objective,
+        num_slices=num_slices,
+        closures=closures,
+        ridge=ridge,
+        coefficients=coefficients,
+        in_memory=in_memory,
     )
     variables = {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
     run = forward or _apply(model, dict(apply_kwargs or {}))

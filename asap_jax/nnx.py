@@ -11,6 +11,7 @@ from flax import nnx
 from asap_jax import attention, capture
 from asap_jax import compile as compiling
 from asap_jax.capture import CompiledState, Record
+from asap_jax.options import Options
 from asap_jax.spec import SinkhornSpec
 
 
@@ -136,6 +137,7 @@ def compile(
     closures: str | int = "two_sided",
     ridge: float = 1e-3,
     coefficients: str = "pooled",
+    in_memory: bool = True,
 ) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained nnx model (paper, algorithm 1).
 
@@ -144,7 +146,8 @@ def compile(
         calibrated in evaluation mode (``model.eval()``), so with dropout off.
       forward: ``forward(model, batch)`` instead of calling the model.
       batches, apply_kwargs, holdout, seed, layers, recipe, objective, num_slices, closures,
-      ridge, coefficients: as ``asap_jax.linen.compile``; ``apply_kwargs`` go to the call.
+      ridge, coefficients, in_memory: as ``asap_jax.linen.compile``; ``apply_kwargs`` go to the
+      call.
 
     Returns:
       CompileResult with ``.model``, a compiled copy in the mode of ``model``, and ``.report``.
@@ -152,8 +155,17 @@ def compile(
     Raises:
       ValueError, TypeError: as ``asap_jax.linen.compile``.
     """
-    options = compiling.Options(
-        holdout, seed, layers, recipe, objective, num_slices, closures, ridge, coefficients
+    options = Options(
+        holdout=holdout,
+        seed=seed,
+        layers=layers,
+        recipe=recipe,
+        objective=objective,
+        num_slices=num_slices,
+        closures=closures,
+        ridge=ridge,
+        coefficients=coefficients,
+        in_memory=in_memory,
     )
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}")

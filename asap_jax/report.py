@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 METRICS = ("rel_l2", "output_rmse", "row_error", "column_error")
 HEADINGS = ("attention rel-l2", "output RMSE", "row error", "column error")
@@ -15,22 +16,31 @@ class LayerReport:
     Attributes:
       path: the layer's address; ``[i]`` is appended within a scanned stack.
       rows: operator name to ``{rel_l2, output_rmse, row_error, column_error}``.
-      fit: ``r_squared_fit`` and ``r_squared`` (report batches) of the predicted dual,
-        ``num_rows`` regression rows.
+      fit: ``r_squared_fit`` (least squares, fit batches) and ``r_squared`` (report batches) of the
+        predicted dual, ``num_rows`` regression rows; for a KL fit ``kl_reason``,
+        ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches).
     """
 
     path: str
     rows: dict[str, dict[str, float]]
-    fit: dict[str, float]
+    fit: dict[str, Any]
+
+    def _fit(self) -> str:
+        fit = self.fit
+        text = f"dual R2 {fit['r_squared']:.4f} ({int(fit['num_rows'])} rows)"
+        if "kl_reason" in fit:
+            state = "converged" if fit["kl_converged"] else "NOT converged"
+            text += (
+                f", KL {state} ({fit['kl_reason']}) in {fit['kl_steps']} steps, "
+                f"plan KL {fit['plan_kl']:.3g}"
+            )
+        return text
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.rows)
         head = " ".join(f"{h:>16}" for h in HEADINGS)
         lines = [
-            (
-                f"{self.path}: dual R2 {self.fit['r_squared']:.4f} "
-                f"(fit {self.fit['r_squared_fit']:.4f}, {int(self.fit['num_rows'])} rows)"
-            ),
+            f"{self.path}: {self._fit()}",
             f"  {'operator':<{width}} {head}",
         ]
         for name, row in self.rows.items():

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks
+from asap_jax import checks, masks
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -22,7 +22,8 @@ def scores(q, k, *, scale: float | None = None, bias=None, precision=None) -> ja
       q: queries ``(..., N, d)``.
       k: keys ``(..., M, d)``.
       scale: > 0; ``1 / sqrt(d)`` when None.
-      bias: additive, of the rank of the scores and broadcasting to them.
+      bias: additive, of the rank of the scores and broadcasting to them; entries <= -1e8 count as
+        masked and give -inf.
       precision: matmul precision, as in ``jax.lax.Precision``.
 
     Returns:
@@ -40,9 +41,9 @@ def scores(q, k, *, scale: float | None = None, bias=None, precision=None) -> ja
     )
     if bias is None:
         return s
-    bias = checks.real_array("bias", bias)
-    checks.broadcasts_to("bias", bias.shape, "scores", s.shape)
-    return s + bias.astype(dtype)
+    bias, allowed = masks.as_bias(bias, s.shape)
+    s = s + bias.astype(dtype)
+    return s if allowed is None else jnp.where(allowed, s, -jnp.inf)
 
 
 def query_shift(q, *, scale: float | None = None) -> jax.Array:

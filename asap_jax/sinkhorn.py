@@ -36,7 +36,7 @@ def sinkhorn_duals(
     """Runs ``spec.num_steps`` half-normalisations, rows first, and returns the duals.
 
     Args:
-      scores: ``(..., N, M)``.
+      scores: ``(..., N, M)``; -inf counts as masked.
       spec: budget, epsilon and key mass; scale and padding are not used here.
       mask: rank of the scores, bool or 0/1.
       before_end: n with ``1 <= n <= S - 1``: also return the aligned dual, from which n closures
@@ -49,7 +49,7 @@ def sinkhorn_duals(
       ValueError: ``before_end`` out of range, a mask that does not fit.
     """
     scores = checks.at_least_f32(checks.real_array("scores", scores))
-    mask = masks.as_mask(mask, scores.shape)
+    mask = masks.combine(masks.as_mask(mask, scores.shape), ~jnp.isneginf(scores))
     kernel = ctransform.log_kernel(scores, spec.epsilon, mask)
     target = closures.log_key_target(spec.key_mass, mask, scores.shape, scores.dtype)
     num_steps = spec.num_steps

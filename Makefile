@@ -1,0 +1,49 @@
+# Every target sets up its own virtual environment when there is none, and is quick the second time.
+#
+#   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
+#   make test   run the whole test suite (PYTEST_ARGS adds options, e.g. PYTEST_ARGS="-k masks")
+#   make lint   check style and formatting
+#   make clean  remove the virtual environment
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+.NOTPARALLEL:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python -m train demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp is newer than pyproject.toml once its extras are in, so nothing is installed again.
+$(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
+	$(INSTALL) '.[train]'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	$(INSTALL) '.[train,export,test]'
+	@touch $@
+
+$(VENV)/.installed-lint: pyproject.toml | $(BIN)/python
+	$(INSTALL) '.[lint]'
+	@touch $@

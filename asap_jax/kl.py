@@ -1,0 +1,379 @@
+"""ASAP-KL: the convex one-sided plan-KL fit (paper, eq. asap_kl).
+
+``J(w) = sum_m [F_m(X_m w) - <r_m, X_m w>] + ridge / 2 |w|^2`` with
+``F_m(f) = eps sum_j nu_j log sum_i exp((-C_ij + f_i) / eps)`` and ``r_m`` the row masses of the
+key-closed teacher plan. It is evaluated relative to its value at the teacher's dual, where it is
+eps times the forward plan KL: the digits that matter survive in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asap_jax import checks, ctransform, lbfgs, masks
+from asap_jax.least_squares import NormalEquations
+from asap_jax.predictor import LinearHead
+from asap_jax.spec import KEY_MASSES
+
+MAX_STEPS = 100
+
+
+@flax.struct.dataclass
+class KLFit:
+    """Result of a KL fit.
+
+    Attributes:
+      coefficients: omega ``(F,)``, or ``(H, F)`` when fitted per head.
+      converged: gradient norm <= 1e-4 (float32) or 1e-8 (float64) of that at omega = 0.
+      reason: why it stopped: ``"gradient"`` (at most 1e-6 / 1e-9 of the norm at 0 and 5e-6 of
+        that at the start),
+        ``"no_progress"`` (no step improves: the rounding floor) or ``"cap"``.
+      num_steps: accepted L-BFGS steps.
+      objective, objective_ls: J relative to the teacher's dual, at the result and at the start.
+      plan_kl: mean forward KL per problem of the key-closed plan at the result.
+      gradient_ratio: gradient norm over that at omega = 0.
+    """
+
+    coefficients: jax.Array
+    converged: bool = flax.struct.field(pytree_node=False)
+    reason: str = flax.struct.field(pytree_node=False)
+    num_steps: int = flax.struct.field(pytree_node=False)
+    objective: float = flax.struct.field(pytree_node=False)
+    objective_ls: float = flax.struct.field(pytree_node=False)
+    plan_kl: float = flax.struct.field(pytree_node=False)
+    gradient_ratio: float = flax.struct.field(pytree_node=False)
+
+
+def key_masses(key_mass: str, mask: jax.Array | None, shape: tuple, dtype) -> jax.Array:
+    """Key masses nu in plan units, broadcasting to ``(..., M)``; 0 at inactive keys.
+
+    ``"balanced"``: 1 / active keys; ``"unit"``: 1 / N on active keys, N the query slots.
+    ``shape`` is that of the scores ``(..., N, M)``.
+    """
+    validity = masks.closure_validity(mask, shape)
+    if validity is None:
+        size = shape[-1] if key_mass == "balanced" else shape[-2]
+        return jnp.full((1,) * (len(shape) - 1), 1.0 / size, dtype)
+    active = validity.key.astype(dtype)
+    if key_mass == "unit":
+        return active / shape[-2]
+    return active / jnp.maximum(active.sum(-1, keepdims=True), jnp.ones((), dtype))
+
+
+def plan_excess(dual, target, kernel, nu, epsilon: float) -> jax.Array:
+    """``eps KL(P || P_hat)`` of key-closed plans, summed over all leading axes.
+
+    Equals ``F(dual) - <r, dual>`` less its value at ``target`` (paper, eq. asap_kl_scalar).
+
+    Args:
+      dual, target: ``(..., N)`` cost coordinates.
+      kernel: ``(scores - shift) / eps`` ``(..., N, M)``, -inf where masked.
+      nu: key masses ``(..., M)``.
+    """
+    zero = jnp.zeros((), kernel.dtype)
+    weights = ctransform.closure_weights(kernel, target / epsilon, -2, zero)  # columns sum to 1
+    log_weights = kernel + (target / epsilon)[..., :, None]
+    log_weights = (
+        log_weights + ctransform.closure_step(kernel, target / epsilon, -2, zero)[..., None, :]
+    )
+    active = jnp.any(kernel > -jnp.inf, axis=-1)
+    tilt = jnp.where(active, (dual - target) / epsilon, jnp.zeros_like(dual))
+    mean = jnp.einsum("...nm,...n->...m", weights, tilt, precision=jax.lax.Precision.HIGHEST)
+    # The closure step from a zero scaling is minus the log-sum-exp over each column.
+    log_sum = -ctransform.closure_step(
+        log_weights + tilt[..., :, None] - mean[..., None, :], jnp.zeros_like(tilt), -2, zero
+    )
+    return epsilon * jnp.sum(nu * log_sum)
+
+
+def kl_objective(
+    coefficients,
+    features,
+    targets,
+    scores,
+    shift,
+    *,
+    epsilon: float = 1.0,
+    ridge: float = 1e-3,
+    key_mass: str = "balanced",
+    mask=None,
+) -> jax.Array:
+    """The paper's J_KL in plan units, relative to the teacher's dual (a constant apart).
+
+    Args:
+      coefficients: omega ``(F,)``, or ``(H, F)`` with heads on the third axis of the features.
+      features: ``(..., N, F)``; targets: cost-coordinate source duals ``(..., N)``.
+      scores: ``(..., N, M)``; shift: rho ``(..., N)``.
+      epsilon: > 0; ridge: lambda >= 0; key_mass: ``"balanced"`` or ``"unit"``.
+      mask: rank of the scores.
+
+    Returns:
+      A scalar, summed over all leading axes, convex and differentiable in ``coefficients``.
+
+    Raises:
+      ValueError, TypeError: shapes, dtypes or settings that do not fit, named.
+    """
+    arrays = _arguments(features, targets, scores, shift)
+    epsilon = checks.positive_float("epsilon", epsilon)
+    ridge = checks.non_negative_float("ridge", ridge)
+    checks.one_of("key_mass", key_mass, KEY_MASSES)
+    w = checks.real_array("coefficients", coefficients).astype(arrays[0].dtype)
+    block = make_block(*arrays, mask, epsilon=epsilon, key_mass=key_mass)
+    return _excess(w, block, epsilon) + 0.5 * ridge * jnp.sum(w * w)
+
+
+@flax.struct.dataclass
+class Block:
+    """What J needs of one microbatch: features, target, log kernel and key masses."""
+
+    features: jax.Array
+    target: jax.Array
+    kernel: jax.Array
+    nu: jax.Array
+
+
+def _excess(w, block: Block, epsilon: float) -> jax.Array:
+    dual = LinearHead(w)(block.features)
+    return plan_excess(dual, block.target, block.kernel, block.nu, epsilon)
+
+
+def make_block(features, target, scores, shift, mask, *, epsilon: float, key_mass: str) -> Block:
+    """The Block of one microbatch; arguments as ``kl_objective``."""
+    mask = masks.as_mask(mask, scores.shape)
+    kernel = ctransform.log_kernel(scores - shift[..., :, None], epsilon, mask)
+    nu = key_masses(key_mass, mask, scores.shape, scores.dtype)
+    return Block(features, target, kernel, nu)
+
+
+def fit_kl(
+    features,
+    targets,
+    scores,
+    shift,
+    *,
+    epsilon: float = 1.0,
+    ridge: float = 1e-3,
+    key_mass: str = "balanced",
+    mask=None,
+) -> KLFit:
+    """Minimises ``kl_objective`` over one coefficient vector, all leading axes pooled.
+
+    Started at the ridge least-squares solution, whitened by the ridge Gram, directions of
+    ``optax.lbfgs``.
+
+    Args: as ``kl_objective``.
+
+    Returns:
+      KLFit with ``.coefficients (F,)``; never worse than least squares.
+
+    Raises:
+      ValueError: no problem, no active query, a value that is not finite, or shapes and settings
+        as in ``kl_objective``.
+    """
+    x, y, s, shift = _arguments(features, targets, scores, shift)
+    epsilon = checks.positive_float("epsilon", epsilon)
+    checks.one_of("key_mass", key_mass, KEY_MASSES)
+    block = make_block(x, y, s, shift, mask, epsilon=epsilon, key_mass=key_mass)
+    valid = jnp.any(block.kernel > -jnp.inf, -1)
+    sums = NormalEquations.zero(x.shape[-1], dtype=x.dtype).add(x, y, valid)
+    x = jnp.where(valid[..., None], x, jnp.zeros_like(x))
+    y = jnp.where(valid, y, jnp.zeros_like(y))
+    block = block.replace(features=x, target=y)
+    count = int(np.prod(s.shape[:-2]))
+    stacked = jax.tree.map(lambda a: a[None], block)
+    return minimise(sums, [stacked], _identity, epsilon=epsilon, ridge=ridge, num_problems=count)
+
+
+def _identity(block: Block) -> Block:
+    return block
+
+
+def minimise(
+    sums: NormalEquations,
+    items: Any,
+    block_of: Callable[[Any], Block],
+    *,
+    epsilon: float,
+    ridge: float,
+    num_problems: int,
+    max_steps: int = MAX_STEPS,
+) -> KLFit:
+    """Minimises J over data that are given in parts.
+
+    Args:
+      sums: normal equations of the same rows: the start and the whitening. With a head axis the
+        fit is per head.
+      items: a list of stacked pytrees with a leading axis of microbatches, held in memory (one
+        jitted loop); or any other re-iterable of items, gone through once an evaluation.
+      block_of: from an item to its Block; traced.
+      epsilon, ridge: of J.
+      num_problems: problems in the data, for ``plan_kl``.
+      max_steps: cap on accepted steps.
+
+    Raises:
+      ValueError: data that are empty or not finite.
+    """
+    ridge = checks.non_negative_float("ridge", ridge)
+    start = sums.solve(ridge)
+    if not bool(np.asarray(start.ok).all()):
+        raise ValueError(
+            "the KL fit needs at least one active query and finite features and targets"
+        )
+    unwhiten = whitening(sums, ridge, epsilon, num_problems)
+    drive = _in_memory if isinstance(items, list) else _streamed
+    settings = dict(block_of=block_of, epsilon=epsilon, ridge=ridge, max_steps=max_steps)
+    search, ls_value, at_zero = drive(items, start.coefficients, unwhiten, **settings)
+    norm = float(_norm(_to_omega_gradient(search.gradient, unwhiten)))
+    ratio = norm / max(float(at_zero), float(jnp.finfo(search.value.dtype).tiny))
+    coefficients = _from_whitened(search.point, unwhiten)
+    penalty = 0.5 * ridge * float(jnp.sum(coefficients * coefficients))
+    if not np.isfinite(float(search.value)):
+        raise ValueError("the KL objective is not finite at the least-squares start")
+    return KLFit(
+        coefficients,
+        converged=ratio <= _tolerance(coefficients.dtype, 1e-4, 1e-8),
+        reason=lbfgs.REASONS[int(search.reason)],
+        num_steps=int(search.num_steps),
+        objective=float(search.value),
+        objective_ls=float(ls_value),
+        plan_kl=(float(search.value) - penalty) / epsilon / num_problems,
+        gradient_ratio=ratio,
+    )
+
+
+def whitening(sums: NormalEquations, ridge: float, epsilon: float, num_problems: int) -> jax.Array:
+    """``W (..., F, F)`` with omega = W z, by which J's Hessian is at most about the identity.
+
+    From the ridge Gram: a row of J has about num_problems / num_rows of the mass, so the Hessian
+    is below ``num_problems / (num_rows eps) X'X + ridge I``. Null directions are left finite.
+    """
+    heads = sums.gram.shape[0] if sums.gram.ndim == 3 else 1
+    rows = jnp.maximum(sums.num_rows, jnp.ones_like(sums.num_rows))
+    weight = (num_problems / heads / epsilon / rows)[..., None, None]
+    unit = jnp.broadcast_to(jnp.eye(sums.gram.shape[-1], dtype=sums.gram.dtype), sums.gram.shape)
+    values, vectors = jnp.linalg.eigh(weight * sums.gram + ridge * unit)
+    info = jnp.finfo(values.dtype)
+    floor = info.eps * values.shape[-1] * values.max(-1, keepdims=True) + info.tiny
+    return vectors / jnp.sqrt(jnp.maximum(values, floor))[..., None, :]
+
+
+def _from_whitened(z, unwhiten):
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("...fe,...e->...f", unwhiten, z.reshape(unwhiten.shape[:-1]), precision=exact)
+
+
+def _to_whitened_gradient(gradient, unwhiten):
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("...fe,...f->...e", unwhiten, gradient, precision=exact).reshape(-1)
+
+
+def _to_omega_gradient(gradient, unwhiten):
+    """omega-space gradient from the whitened one (W is square and invertible)."""
+    g = gradient.reshape(unwhiten.shape[:-1])
+    inverse = jnp.swapaxes(jnp.linalg.inv(unwhiten), -1, -2)
+    return jnp.einsum("...fe,...e->...f", inverse, g, precision=jax.lax.Precision.HIGHEST)
+
+
+def _norm(x):
+    return jnp.sqrt(jnp.sum(x * x))
+
+
+def _tolerance(dtype, single: float, double: float) -> float:
+    return double if dtype == jnp.float64 else single
+
+
+def _item_value_and_grad(w, item, block_of, epsilon):
+    return jax.value_and_grad(lambda w: _excess(w, block_of(item), epsilon))(w)
+
+
+def _search(evaluate, start, unwhiten, ridge, max_steps, loop):
+    """The search itself; ``evaluate(omega)`` sums value and gradient over the data.
+
+    ``loop(condition, body, search)`` runs it, in Python or as ``lax.while_loop``.
+    Returns ``(search, value at the start, gradient norm at omega = 0)``.
+    """
+
+    def full(w):
+        value, gradient = evaluate(w)
+        return value + 0.5 * ridge * jnp.sum(w * w), gradient + ridge * w
+
+    at_zero = _norm(full(jnp.zeros_like(start))[1])
+    value, gradient = full(start)
+    small = jnp.minimum(_tolerance(start.dtype, 1e-6, 1e-9) * at_zero, 5e-6 * _norm(gradient))
+    # z = W^-1 omega; the start is solved for, so that the first point is least squares itself.
+    z = jnp.linalg.solve(unwhiten, start[..., None])[..., 0].reshape(-1)
+    search = lbfgs.start(z, value, _to_whitened_gradient(gradient, unwhiten))
+
+    def body(search):
+        value, gradient = full(_from_whitened(lbfgs.trial(search), unwhiten))
+        return lbfgs.tell(
+            search,
+            value,
+            _to_whitened_gradient(gradient, unwhiten),
+            small_gradient=_norm(gradient) <= small,
+            max_steps=max_steps,
+        )
+
+    search = loop(lambda search: search.reason == lbfgs.RUNNING, body, search)
+    return search, value, at_zero
+
+
+@functools.partial(jax.jit, static_argnames=("block_of", "epsilon", "ridge", "max_steps"))
+def _in_memory(groups, start, unwhiten, *, block_of, epsilon, ridge, max_steps):
+    """One jitted while loop over scans of the microbatches of every group."""
+
+    def evaluate(w):
+        def add(total, item):
+            return jax.tree.map(
+                jnp.add, total, _item_value_and_grad(w, item, block_of, epsilon)
+            ), None
+
+        total = (jnp.zeros_like(w.sum()), jnp.zeros_like(w))
+        for group in groups:
+            total, _ = jax.lax.scan(add, total, group)
+        return total
+
+    return _search(evaluate, start, unwhiten, ridge, max_steps, jax.lax.while_loop)
+
+
+def _streamed(items, start, unwhiten, *, block_of, epsilon, ridge, max_steps):
+    """The same search driven from Python, one pass over re-iterable ``items`` an evaluation."""
+    one = jax.jit(lambda w, item: _item_value_and_grad(w, item, block_of, epsilon))
+
+    def evaluate(w):
+        total = None
+        for item in items:
+            part = one(w, item)
+            total = part if total is None else jax.tree.map(jnp.add, total, part)
+        if total is None:
+            raise ValueError(
+                "the KL fit was given no data on a later pass: batches must be "
+                "re-iterable, not a generator"
+            )
+        return total
+
+    def loop(condition, body, search):
+        while bool(condition(search)):
+            search = body(search)
+        return search
+
+    return _search(evaluate, start, unwhiten, ridge, max_steps, loop)
+
+
+def _arguments(features, targets, scores, shift):
+    x, y = checks.real_array("features", features), checks.real_array("targets", targets)
+    s, shift = checks.real_array("scores", scores), checks.real_array("shift", shift)
+    if s.ndim < 2 or y.shape != s.shape[:-1] or shift.shape != y.shape or x.shape[:-1] != y.shape:
+        raise ValueError(
+            f"features {x.shape}, targets {y.shape}, scores {s.shape} and shift {shift.shape} must "
+            f"be (..., N, F), (..., N), (..., N, M) and (..., N)"
+        )
+    dtype = jnp.float64 if jnp.float64 in (x.dtype, y.dtype, s.dtype) else jnp.float32
+    return tuple(a.astype(dtype) for a in (x, y, s, shift))

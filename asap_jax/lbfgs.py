@@ -1,0 +1,129 @@
+"""L-BFGS as an ask-and-tell search, so that one code drives a jitted loop and a Python loop.
+
+``start`` takes the value and gradient at the first point; then ``trial`` says where to evaluate
+next and ``tell`` takes what was found there. Directions are those of ``optax.lbfgs``; steps are
+halved until the decrease is sufficient (Armijo). Where rounding hides a decrease, a smaller
+gradient at an equal value counts instead, which for a convex function is progress too. Only
+improvements are accepted, so the current point is always the best one seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+RUNNING, GRADIENT, NO_PROGRESS, CAP = range(4)
+REASONS = ("running", "gradient", "no_progress", "cap")
+ARMIJO = 1e-4
+MEMORY = 20
+SMALLEST_STEP = 2.0**-10
+
+
+@flax.struct.dataclass
+class Search:
+    """State of one minimisation over a flat vector.
+
+    Attributes:
+      point, value, gradient: the point reached.
+      best: the smallest value so far; ``value`` exceeds it by rounding at most.
+      direction, step: the line that is searched.
+      memory: state of ``optax.lbfgs``.
+      num_steps: accepted steps.
+      reason: RUNNING, or why the search stopped.
+    """
+
+    point: jax.Array
+    value: jax.Array
+    best: jax.Array
+    gradient: jax.Array
+    direction: jax.Array
+    step: jax.Array
+    memory: Any
+    num_steps: jax.Array
+    reason: jax.Array
+
+
+def _direction(gradient, memory, point):
+    """The next direction and memory.
+
+    Optax mixes integer widths under x64, which strict dtype promotion would refuse.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer = optax.lbfgs(learning_rate=1.0, memory_size=MEMORY, linesearch=None)
+        return optimizer.update(gradient, memory or optimizer.init(point), point)
+
+
+def start(point: jax.Array, value: jax.Array, gradient: jax.Array) -> Search:
+    """A search from ``point (n,)`` with its value ``()`` and gradient ``(n,)``."""
+    direction, memory = _direction(gradient, None, point)
+    return Search(
+        point,
+        value,
+        value,
+        gradient,
+        direction,
+        jnp.ones_like(value),
+        memory,
+        jnp.zeros((), jnp.int32),
+        jnp.asarray(RUNNING, jnp.int32),
+    )
+
+
+def trial(search: Search) -> jax.Array:
+    """The point to evaluate next, ``(n,)``."""
+    return search.point + search.step * search.direction
+
+
+def tell(
+    search: Search,
+    value: jax.Array,
+    gradient: jax.Array,
+    *,
+    small_gradient: jax.Array,
+    max_steps: int,
+) -> Search:
+    """Takes value and gradient at ``trial(search)``.
+
+    ``small_gradient`` (bool) says that the gradient there meets the caller's tolerance. The
+    search also stops when no step on the line improves, and after ``max_steps`` accepted steps.
+    """
+    slope = jnp.sum(search.direction * search.gradient)
+    finite = jnp.isfinite(value) & jnp.isfinite(gradient).all()
+    rounding = 2 * jnp.finfo(value.dtype).eps * jnp.abs(search.value)
+    smaller = jnp.sum(gradient * gradient) < jnp.sum(search.gradient * search.gradient)
+    enough = (value <= search.value + ARMIJO * search.step * slope) | (
+        (value <= search.best + rounding) & smaller
+    )
+    accepted = _advance(search, value, gradient)
+    reason = jnp.where(
+        small_gradient,
+        GRADIENT,
+        jnp.where(accepted.num_steps >= max_steps, CAP, RUNNING),
+    )
+    accepted = accepted.replace(reason=reason.astype(jnp.int32))
+    shorter = search.step * 0.5
+    rejected = search.replace(
+        step=shorter,
+        reason=jnp.where(shorter < SMALLEST_STEP, NO_PROGRESS, RUNNING).astype(jnp.int32),
+    )
+    take = finite & enough
+    return jax.tree.map(lambda a, b: jnp.where(take, a, b), accepted, rejected)
+
+
+def _advance(search: Search, value, gradient) -> Search:
+    point = trial(search)
+    direction, memory = _direction(gradient, search.memory, point)
+    return search.replace(
+        point=point,
+        value=value,
+        best=jnp.minimum(search.best, value),
+        gradient=gradient,
+        direction=direction,
+        step=jnp.ones_like(search.step),
+        memory=memory,
+        num_steps=search.num_steps + 1,
+    )

@@ -1,0 +1,58 @@
+"""Settings of the test session: two devices, strict numerics, repeatable random cases."""
+
+import os
+import pathlib
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+TESTS = pathlib.Path(__file__).parent
+
+# Before the first computation, or the number of devices is settled already.
+jax.config.update("jax_num_cpu_devices", 2)
+
+# Deadlines measure compilation, and a suite that draws new cases on every run cannot be compared
+# with the run before: the draws are fixed.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, database=None, max_examples=25
+)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def numerics(request):
+    """Strict promotion for the library; the usual one for training (optax.adam needs it)."""
+    if TESTS / "train" in request.path.parents:
+        yield
+    else:
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            yield
+
+
+@pytest.fixture
+def x64():
+    """Runs one test with 64-bit types enabled."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request):
+    """Runs one test in both precisions the library computes in."""
+    with jax.enable_x64(request.param == "float64"):
+        yield jnp.dtype(request.param)
+
+
+@pytest.fixture
+def rng():
+    """A NumPy generator, seeded alike for every test."""
+    return np.random.default_rng(0)
+
+
+def pytest_report_header():
+    """Names the versions and devices a run used."""
+    devices = f"{jax.device_count()} {jax.devices()[0].platform}"
+    return f"jax {jax.__version__}, {devices} devices, {os.cpu_count()} cores"

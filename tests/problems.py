@@ -1,0 +1,76 @@
+"""Random attention problems of a few fixed shapes, so that compiled functions are reused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BATCH, HEADS, QUERIES, KEYS, DIM = 2, 3, 7, 5, 4
+
+
+def normal(rng, *shape, dtype="float32", size=1.0):
+    """Gaussian array, rounded to the dtype before any reference sees it."""
+    return jnp.asarray(size * rng.normal(size=shape), dtype)
+
+
+def uniform_scores(rng, *shape, dtype="float32", bound=10.0):
+    """Scores spread over the whole range of plus and minus `bound`."""
+    return jnp.asarray(rng.uniform(-bound, bound, size=shape), dtype)
+
+
+def per_head(
+    rng, *, dtype="float32", size=1.0, queries=QUERIES, keys=KEYS, dim=DIM, batch=BATCH, heads=HEADS
+):
+    """q and k in per-head layout, (batch, heads, length, dim)."""
+    q = normal(rng, batch, heads, queries, dim, dtype=dtype, size=size)
+    k = normal(rng, batch, heads, keys, dim, dtype=dtype, size=size)
+    return q, k
+
+
+def attention_inputs(
+    rng, *, dtype="float32", size=1.0, queries=QUERIES, keys=KEYS, dim=DIM, batch=BATCH, heads=HEADS
+):
+    """q, k and v in the layout of attention functions, (batch, length, heads, dim)."""
+    q = normal(rng, batch, queries, heads, dim, dtype=dtype, size=size)
+    k = normal(rng, batch, keys, heads, dim, dtype=dtype, size=size)
+    v = normal(rng, batch, keys, heads, dim, dtype=dtype)
+    return q, k, v
+
+
+def heads_first(x):
+    """From the layout of attention functions to per-head layout, float64 NumPy."""
+    return np.swapaxes(np.asarray(x, np.float64), -2, -3)
+
+
+def random_mask(rng, *shape, share=0.7):
+    """A mask that differs per entry but leaves every query a key and every key a query."""
+    mask = rng.random(shape) < share
+    *_, n, m = shape
+    longest = max(n, m)
+    mask[..., np.arange(longest) % n, np.arange(longest) % m] = True
+    return mask
+
+
+def key_padding(lengths, keys):
+    """The (batch, 1, 1, keys) mask of sequences of the given lengths."""
+    return (np.arange(keys) < np.asarray(lengths)[:, None])[:, None, None, :]
+
+
+def token_padding(lengths, size):
+    """The (batch, 1, size, size) mask that drops padded tokens as queries and as keys."""
+    valid = np.arange(size) < np.asarray(lengths)[:, None]
+    return (valid[:, :, None] & valid[:, None, :])[:, None]
+
+
+def slope(function, arguments, rng, *, step=1e-6):
+    """A directional derivative of a scalar function: (by jax.grad, by central differences).
+
+    Call it with 64-bit types enabled and float64 arguments.
+    """
+    directions = [jnp.asarray(rng.normal(size=x.shape)) for x in arguments]
+    moved = [
+        function(*(x + sign * step * d for x, d in zip(arguments, directions, strict=True)))
+        for sign in (1, -1)
+    ]
+    grads = jax.grad(function, argnums=tuple(range(len(arguments))))(*arguments)
+    exact = sum(float(jnp.vdot(g, d)) for g, d in zip(grads, directions, strict=True))
+    return exact, float(moved[0] - moved[1]) / (2 * step)

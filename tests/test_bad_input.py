@@ -1,0 +1,481 @@
+"""Input that does not fit is refused at trace time, with a message that names what and how."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import asap_jax as aj
+
+SPEC = aj.SinkhornSpec(num_steps=4)
+PREDICTOR = aj.Predictor(directions=jnp.eye(4)[:3], coefficients=jnp.ones(3))
+
+FUNCTIONS = {
+    "sinkhorn": functools.partial(aj.sinkhorn_attention, spec=SPEC),
+    "compiled": functools.partial(aj.asap_attention, spec=SPEC, predictor=PREDICTOR),
+    "softmax": aj.softmax_attention,
+}
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def inputs(**changes):
+    """Shapes of a call that fits, with some of them replaced."""
+    fitting = {"query": array(2, 7, 3, 4), "key": array(2, 5, 3, 4), "value": array(2, 5, 3, 4)}
+    return fitting | changes
+
+
+def refused(function, arguments, error, *parts):
+    """Checks that tracing the call raises `error` with every part in its message."""
+    with pytest.raises(error) as caught:
+        jax.eval_shape(function, **arguments)
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"value": array(2, 6, 3, 4)}, ["(2, 5, 3, 4)", "(2, 6, 3, 4)", "key", "value"]),
+        ({"key": array(2, 5, 3, 5)}, ["(2, 7, 3, 4)", "(2, 5, 3, 5)", "query", "key"]),
+        ({"query": array(2, 7, 4, 4)}, ["(2, 7, 4, 4)", "(2, 5, 3, 4)", "heads"]),
+        (
+            {"key": array(2, 5, 2, 4), "value": array(2, 5, 2, 4)},
+            ["(2, 7, 3, 4)", "(2, 5, 2, 4)", "heads"],
+        ),
+        ({"value": array(2, 5, 1, 4)}, ["(2, 5, 3, 4)", "(2, 5, 1, 4)", "heads"]),
+        (
+            {"key": array(3, 5, 3, 4), "value": array(3, 5, 3, 4)},
+            ["(2, 7, 3, 4)", "(3, 5, 3, 4)", "batch"],
+        ),
+        (
+            {"key": array(1, 5, 3, 4), "value": array(1, 5, 3, 4)},
+            ["(2, 7, 3, 4)", "(1, 5, 3, 4)", "batch"],
+        ),
+        ({"query": array(7, 3, 4)}, ["(7, 3, 4)", "(2, 5, 3, 4)", "rank"]),
+        ({"query": array(7, 4), "key": array(5, 4), "value": array(5, 4)}, ["(7, 4)", "rank"]),
+        ({"query": array(4), "key": array(4), "value": array(4)}, ["(4,)", "rank"]),
+        ({"query": array(2, 0, 3, 4)}, ["(2, 0, 3, 4)"]),
+        ({"key": array(2, 0, 3, 4), "value": array(2, 0, 3, 4)}, ["(2, 0, 3, 4)"]),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(name, changes, parts):
+    refused(FUNCTIONS[name], inputs(**changes), ValueError, *parts)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+def test_dtypes_that_are_not_real_floating_are_refused(name, which, dtype):
+    shape = inputs()[which].shape
+    refused(FUNCTIONS[name], inputs(**{which: array(*shape, dtype=dtype)}), TypeError, which, dtype)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("which", ["mask", "bias"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (5,),
+        (2, 5),
+        (7, 5),
+        (2, 7, 5),
+        (2, 3, 7, 4),
+        (3, 1, 1, 5),
+        (2, 2, 7, 5),
+        (2, 1, 6, 5),
+        (1, 2, 3, 7, 5),
+    ],
+)
+def test_masks_and_biases_that_do_not_broadcast_are_refused(name, which, shape):
+    dtype = "bool" if which == "mask" else "float32"
+    refused(
+        FUNCTIONS[name],
+        inputs(**{which: array(*shape, dtype=dtype)}),
+        ValueError,
+        which,
+        str(shape),
+        "(2, 3, 7, 5)",
+    )
+
+
+def test_a_key_mask_without_its_middle_axes_is_refused_even_where_it_would_broadcast():
+    square = inputs(query=array(5, 5, 3, 4), key=array(5, 5, 3, 4), value=array(5, 5, 3, 4))
+    refused(
+        FUNCTIONS["sinkhorn"],
+        square | {"mask": array(5, 5, dtype="bool")},
+        ValueError,
+        "mask",
+        "(5, 5)",
+        "(5, 3, 5, 5)",
+        "(batch, 1, 1, keys)",
+    )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+def test_a_bias_of_another_dtype_is_refused(name, dtype):
+    refused(FUNCTIONS[name], inputs(bias=array(1, 1, 7, 5, dtype=dtype)), TypeError, "bias", dtype)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_complex_mask_is_refused(name):
+    refused(
+        FUNCTIONS[name],
+        inputs(mask=array(1, 1, 7, 5, dtype="complex64")),
+        TypeError,
+        "mask",
+        "complex64",
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "part"),
+    [
+        ({"num_steps": 0}, ValueError, "num_steps"),
+        ({"num_steps": -3}, ValueError, "num_steps"),
+        ({"num_steps": 2.5}, TypeError, "num_steps"),
+        ({"num_steps": True}, TypeError, "num_steps"),
+        ({"num_steps": "4"}, TypeError, "num_steps"),
+        ({"epsilon": 0.0}, ValueError, "epsilon"),
+        ({"epsilon": -1.0}, ValueError, "epsilon"),
+        ({"epsilon": float("nan")}, ValueError, "epsilon"),
+        ({"epsilon": float("inf")}, ValueError, "epsilon"),
+        ({"epsilon": "1"}, TypeError, "epsilon"),
+        ({"epsilon": np.ones(2)}, TypeError, "epsilon"),
+        ({"scale": 0.0}, ValueError, "scale"),
+        ({"scale": -0.5}, ValueError, "scale"),
+        ({"scale": float("nan")}, ValueError, "scale"),
+        ({"key_mass": "half"}, ValueError, "half"),
+        ({"padding": "left"}, ValueError, "left"),
+    ],
+)
+def test_settings_of_a_spec_out_of_range_are_refused(settings, error, part):
+    with pytest.raises(error, match=part):
+        aj.SinkhornSpec(**settings)
+
+
+@pytest.mark.parametrize("name", ["sinkhorn", "compiled"])
+@pytest.mark.parametrize("spec", [None, 10, {"num_steps": 10}])
+def test_a_spec_of_another_type_is_refused(name, spec):
+    refused(functools.partial(FUNCTIONS[name], spec=spec), inputs(), TypeError, "spec")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("implementation", ["", "fast", "LOG", None])
+def test_an_unknown_implementation_is_refused_with_the_known_ones(name, implementation):
+    function = functools.partial(FUNCTIONS[name], implementation=implementation)
+    refused(
+        function, inputs(), ValueError, "implementation", repr(implementation), "'auto'", "'log'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("closures", "error"),
+    [
+        ("three_sided", ValueError),
+        (0, ValueError),
+        (-1, ValueError),
+        (2, ValueError),
+        (1.0, TypeError),
+        (None, TypeError),
+        (True, TypeError),
+    ],
+)
+def test_unknown_closures_are_refused(closures, error):
+    function = functools.partial(FUNCTIONS["compiled"], closures=closures)
+    refused(function, inputs(), error, "closures")
+
+
+@pytest.mark.parametrize("before_end", [0, -1, 4, 7, 1.5, "1"])
+def test_an_aligned_dual_outside_the_run_is_refused(before_end):
+    with pytest.raises((ValueError, TypeError), match="before_end"):
+        aj.sinkhorn_duals(jnp.zeros((3, 3)), spec=SPEC, before_end=before_end)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (aj.scores, {"q": array(2, 7, 4), "k": array(2, 5, 4)}),
+        (aj.query_shift, {"q": array(2, 7, 4)}),
+        (
+            functools.partial(aj.sliced_potentials, directions=jnp.eye(4)),
+            {"q": array(2, 7, 4), "k": array(2, 5, 4)},
+        ),
+        (functools.partial(aj.predict, PREDICTOR), {"q": array(2, 7, 4), "k": array(2, 5, 4)}),
+        (FUNCTIONS["softmax"], inputs()),
+    ],
+    ids=["scores", "query_shift", "sliced_potentials", "predict", "softmax_attention"],
+)
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_that_is_not_positive_is_refused(function, arguments, scale):
+    refused(functools.partial(function, scale=scale), arguments, ValueError, "scale", str(scale))
+
+
+@pytest.mark.parametrize(
+    ("function", "dual"),
+    [(aj.key_ctransform, "f"), (aj.query_ctransform, "g"), (aj.attention_weights, None)],
+    ids=["key_ctransform", "query_ctransform", "attention_weights"],
+)
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, float("nan")])
+def test_an_epsilon_that_is_not_positive_is_refused(function, dual, epsilon):
+    duals = {"f": array(2, 7), "g": array(2, 5)}
+    duals = duals if dual is None else {dual: duals[dual]}
+    refused(
+        functools.partial(function, epsilon=epsilon),
+        {"scores": array(2, 7, 5)} | duals,
+        ValueError,
+        "epsilon",
+        str(epsilon),
+    )
+
+
+@pytest.mark.parametrize(
+    ("q", "k"), [((2, 7, 4), (2, 5, 3)), ((2, 7, 4), (3, 5, 4)), ((2, 7, 4), (5, 4)), ((4,), (4,))]
+)
+@pytest.mark.parametrize(
+    "function",
+    [
+        aj.scores,
+        functools.partial(aj.sliced_potentials, directions=jnp.eye(4)),
+        functools.partial(aj.predict, PREDICTOR),
+    ],
+    ids=["scores", "sliced_potentials", "predict"],
+)
+def test_queries_and_keys_that_do_not_fit_are_refused(function, q, k):
+    refused(function, {"q": array(*q), "k": array(*k)}, ValueError, str(q), str(k))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3,), (2, 3, 4)])
+def test_directions_of_another_width_are_refused(shape):
+    refused(
+        aj.sliced_potentials,
+        {"q": array(2, 7, 4), "k": array(2, 5, 4), "directions": array(*shape)},
+        ValueError,
+        "directions",
+        str(shape),
+        "(2, 7, 4)",
+    )
+    if len(shape) == 2:
+        predictor = aj.Predictor(directions=jnp.ones(shape), coefficients=jnp.ones(3))
+        refused(
+            functools.partial(FUNCTIONS["compiled"], predictor=predictor),
+            inputs(),
+            ValueError,
+            "directions",
+            str(shape),
+        )
+
+
+@pytest.mark.parametrize("row", [[0.0, 0.0, 0.0, 0.0], [1.0, np.nan, 0.0, 0.0]])
+def test_directions_without_a_direction_are_refused(row):
+    with pytest.raises(ValueError, match="directions"):
+        aj.sliced_potentials(jnp.ones((7, 4)), jnp.ones((5, 4)), jnp.asarray([row]))
+
+
+@pytest.mark.parametrize("name", ["query_valid", "key_valid"])
+@pytest.mark.parametrize("shape", [(6,), (3, 1), (2, 2, 1)])
+def test_validities_that_do_not_broadcast_are_refused(name, shape):
+    arguments = {"q": array(2, 7, 4), "k": array(2, 5, 4), name: array(*shape, dtype="bool")}
+    refused(
+        functools.partial(aj.sliced_potentials, directions=jnp.eye(4)),
+        arguments,
+        ValueError,
+        name,
+        str(shape),
+    )
+
+
+@pytest.mark.parametrize(("option", "value"), [("outside", "ignore"), ("outside", None)])
+def test_unknown_options_of_potentials_are_refused(option, value):
+    function = functools.partial(aj.sliced_potentials, directions=jnp.eye(4), **{option: value})
+    refused(function, {"q": array(7, 4), "k": array(5, 4)}, ValueError, option, repr(value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [((0, 0, 4), "num_slices"), ((0, 3, 0), "head_dim"), ((0, -1, 4), "num_slices")],
+)
+def test_empty_direction_banks_are_refused(arguments, part):
+    with pytest.raises(ValueError, match=part):
+        aj.slice_directions(*arguments)
+
+
+def test_an_unknown_kind_of_directions_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="sobol.*gaussian.*orthogonal"):
+        aj.slice_directions(0, 3, 4, kind="sobol")
+
+
+@pytest.mark.parametrize(
+    ("dual", "shape"), [("f", (5,)), ("f", (2, 5)), ("f", (7,)), ("g", (2, 7)), ("g", (5,))]
+)
+def test_duals_of_another_length_are_refused(dual, shape):
+    function = aj.key_ctransform if dual == "f" else aj.query_ctransform
+    refused(
+        function,
+        {"scores": array(2, 7, 5), dual: array(*shape)},
+        ValueError,
+        dual,
+        str(shape),
+        "(2, 7, 5)",
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda scores: aj.sinkhorn_duals(scores, spec=SPEC),
+        lambda scores: aj.key_ctransform(scores, jnp.zeros((2, 7))),
+        lambda scores: aj.attention_weights(scores, jnp.zeros((2, 7)), jnp.zeros((2, 5))),
+    ],
+    ids=["sinkhorn_duals", "key_ctransform", "attention_weights"],
+)
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_scores_of_another_dtype_are_refused(function, dtype):
+    refused(function, {"scores": array(2, 7, 5, dtype=dtype)}, TypeError, "scores", dtype)
+
+
+@pytest.mark.parametrize("shape", [(5,), ()])
+def test_scores_that_are_no_matrix_are_refused(shape):
+    refused(
+        lambda scores: aj.sinkhorn_duals(scores, spec=SPEC),
+        {"scores": array(*shape)},
+        ValueError,
+        "scores",
+        str(shape),
+    )
+
+
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (1, 1, 7, 5), (2, 7, 4)])
+def test_masks_of_another_rank_are_refused_by_the_parts(shape):
+    mask = array(*shape, dtype="bool")
+    refused(
+        lambda scores, mask: aj.sinkhorn_duals(scores, spec=SPEC, mask=mask),
+        {"scores": array(2, 7, 5), "mask": mask},
+        ValueError,
+        "mask",
+        str(shape),
+        "(2, 7, 5)",
+    )
+    refused(
+        aj.key_ctransform,
+        {"scores": array(2, 7, 5), "f": array(2, 7), "mask": mask},
+        ValueError,
+        "mask",
+        str(shape),
+        "(2, 7, 5)",
+    )
+
+
+@pytest.mark.parametrize("ridge", [-1.0, -1e-9, float("nan"), float("inf")])
+def test_a_negative_ridge_is_refused(ridge):
+    refused(
+        functools.partial(aj.fit_ls, ridge=ridge),
+        {"features": array(7, 3), "targets": array(7)},
+        ValueError,
+        "ridge",
+        str(ridge),
+    )
+
+
+@pytest.mark.parametrize(
+    ("features", "targets"), [((7, 3), (6,)), ((2, 7, 3), (7,)), ((7,), ()), ((2, 7, 3), (2, 7, 1))]
+)
+def test_regression_rows_that_do_not_fit_are_refused(features, targets):
+    refused(
+        aj.fit_ls,
+        {"features": array(*features), "targets": array(*targets)},
+        ValueError,
+        "features",
+        str(features),
+        "targets",
+        str(targets),
+    )
+
+
+def test_regression_rows_of_another_dtype_are_refused():
+    refused(
+        aj.fit_ls,
+        {"features": array(7, 3, dtype="int32"), "targets": array(7)},
+        TypeError,
+        "features",
+        "int32",
+    )
+    refused(
+        aj.fit_ls,
+        {"features": array(7, 3), "targets": array(7, dtype="complex64")},
+        TypeError,
+        "targets",
+        "complex64",
+    )
+
+
+def test_regression_rows_of_another_width_are_refused_by_running_sums():
+    sums = aj.NormalEquations.zero(4)
+    refused(sums.add, {"features": array(7, 3), "targets": array(7)}, ValueError, "(7, 3)", "4")
+    sums = aj.NormalEquations.zero(3, num_heads=2)
+    refused(
+        sums.add,
+        {"features": array(5, 7, 3), "targets": array(5, 7)},
+        ValueError,
+        "(5, 7, 3)",
+        "2 heads",
+    )
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "parts"),
+    [
+        ((4,), ["(4,)", "coefficients"]),
+        ((2, 3), ["(2, 3)", "heads"]),
+        ((3, 4), ["(3, 4)"]),
+        ((1, 3, 3), ["(1, 3, 3)"]),
+    ],
+)
+def test_coefficients_that_do_not_fit_are_refused(coefficients, parts):
+    predictor = aj.Predictor(directions=jnp.eye(4)[:3], coefficients=jnp.ones(coefficients))
+    refused(
+        functools.partial(FUNCTIONS["compiled"], predictor=predictor), inputs(), ValueError, *parts
+    )
+
+
+@pytest.mark.parametrize("predictor", [None, {"coefficients": 1.0}, SPEC])
+def test_a_predictor_of_another_type_is_refused(predictor):
+    refused(
+        functools.partial(FUNCTIONS["compiled"], predictor=predictor),
+        inputs(),
+        TypeError,
+        "predictor",
+    )
+
+
+@pytest.mark.parametrize(("option", "value"), [("side", "both"), ("baseline", "last_step")])
+def test_unknown_options_of_a_predictor_are_refused(option, value):
+    with pytest.raises(ValueError, match=f"{option}.*{value}"):
+        aj.Predictor(directions=jnp.eye(4), coefficients=jnp.ones(4), **{option: value})
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_dropout_rate_out_of_range_is_refused(rate):
+    function = functools.partial(
+        FUNCTIONS["sinkhorn"], dropout_rate=rate, deterministic=False, dropout_rng=jax.random.key(0)
+    )
+    refused(function, inputs(), ValueError, "dropout_rate")
+
+
+@pytest.mark.parametrize("option", ["return_weights", "is_causal", "deterministic"])
+def test_traced_switches_are_refused_with_the_cure(option):
+    extra = {"dropout_rate": 0.5} if option == "deterministic" else {}
+    function = functools.partial(FUNCTIONS["sinkhorn"], **extra)
+    refused(
+        lambda switch, **arrays: function(**arrays, **{option: switch}),
+        inputs(switch=array(dtype="bool")),
+        TypeError,
+        option,
+        "static",
+    )

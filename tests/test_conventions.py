@@ -1,0 +1,473 @@
+"""The conventions the paper leaves open, one test each.
+
+Small problems with answers one can follow by hand or by the float64 reference; the test files of
+the single parts go further.
+"""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+import reference
+
+import asap_jax as aj
+
+BANK = aj.slice_directions(0, 4, 4)
+
+duals_of = jax.jit(aj.sinkhorn_duals, static_argnames="before_end")
+weights_of = jax.jit(aj.attention_weights, static_argnames="epsilon")
+sinkhorn = jax.jit(aj.sinkhorn_attention, static_argnames="return_weights")
+compiled = jax.jit(aj.asap_attention, static_argnames=("return_weights", "closures"))
+potentials = jax.jit(aj.sliced_potentials, static_argnames=("scale", "outside"))
+
+
+def teacher(s, mask=None, **settings):
+    """The teacher's weights for given scores."""
+    spec = aj.SinkhornSpec(**settings)
+    duals = duals_of(s, spec=spec, mask=mask)
+    return weights_of(s, duals.query, duals.key, epsilon=spec.epsilon, mask=mask)
+
+
+def close(s, dual, side, closures):
+    """Weights after some closures from a dual in score coordinates (square, no mask)."""
+    duals = {"query": jnp.zeros_like(s[..., 0]), "key": jnp.zeros_like(s[..., 0, :]), side: dual}
+    for _ in range(closures):
+        if side == "query":
+            side, duals["key"] = "key", aj.key_ctransform(s, duals["query"])
+        else:
+            side, duals["query"] = "query", aj.query_ctransform(s, duals["key"])
+    return aj.attention_weights(s, duals["query"], duals["key"])
+
+
+def test_convention_layout(rng):
+    q, k, _ = problems.attention_inputs(rng)
+    v = problems.normal(rng, 2, 5, 3, 2)
+    out, weights = sinkhorn(q, k, v, spec=aj.SinkhornSpec(num_steps=4), return_weights=True)
+    chex.assert_shape(out, (2, 7, 3, 2))  # batch, queries, heads, value width
+    chex.assert_shape(weights, (2, 3, 7, 5))  # batch, heads, queries, keys
+    mixed = jnp.einsum("bhnm,bmhd->bnhd", weights, v)
+    chex.assert_trees_all_close(out, mixed, atol=1e-5)
+
+
+def test_convention_scores(rng):
+    q, k = problems.per_head(rng)
+    s = aj.scores(q, k)
+    chex.assert_trees_all_close(s, jnp.einsum("bhnd,bhmd->bhnm", q, k) / 2.0, atol=1e-6)
+    chex.assert_trees_all_close(aj.scores(q, k, scale=3.0), 6.0 * s, rtol=1e-5, atol=1e-5)
+    # The kernel is exp(s / epsilon).
+    chex.assert_trees_all_close(
+        teacher(s, num_steps=3, epsilon=0.25), teacher(4.0 * s, num_steps=3), atol=1e-5
+    )
+    # A bias of -1e8 or less masks; a milder one does not.
+    bias = np.zeros((1, 1, 1, 5), np.float32)
+    bias[..., 3], bias[..., 4] = -1e8, -20.0
+    layer_q, layer_k = jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2)
+    _, weights = sinkhorn(
+        layer_q,
+        layer_k,
+        layer_k,
+        jnp.asarray(bias),
+        spec=aj.SinkhornSpec(num_steps=4),
+        return_weights=True,
+    )
+    assert (np.asarray(weights)[..., 3] == 0).all()
+    np.testing.assert_allclose(weights[..., 4].sum(-1), 7 / 4, rtol=1e-5)
+
+
+def test_convention_steps(rng):
+    s = problems.uniform_scores(rng, 2, 3, 6, 6, bound=3.0)
+    rows = jax.nn.softmax(s, -1)
+    columns = rows / rows.sum(-2, keepdims=True)
+    chex.assert_trees_all_close(teacher(s, num_steps=1), rows, atol=1e-6)
+    chex.assert_trees_all_close(teacher(s, num_steps=2), columns, atol=1e-6)
+    chex.assert_trees_all_close(
+        teacher(s, num_steps=3), columns / columns.sum(-1, keepdims=True), atol=1e-6
+    )
+    assert [aj.SinkhornSpec(num_steps=n).last_step for n in (1, 2, 3, 10)] == [
+        "row",
+        "column",
+        "row",
+        "column",
+    ]
+    # No early stop: one more step on a nearly balanced plan still moves the other side exactly.
+    np.testing.assert_allclose(teacher(s, num_steps=100).sum(-2), 1.0, atol=2e-6)
+    np.testing.assert_allclose(teacher(s, num_steps=101).sum(-1), 1.0, atol=2e-6)
+
+
+def test_convention_units(rng):
+    s = problems.uniform_scores(rng, 2, 3, 7, 5, bound=3.0)
+    duals = duals_of(s, spec=aj.SinkhornSpec(num_steps=5, epsilon=0.5))
+    by_hand = jnp.exp((s + duals.query[..., None] + duals.key[..., None, :]) / 0.5)
+    chex.assert_trees_all_close(
+        weights_of(s, duals.query, duals.key, epsilon=0.5), by_hand, rtol=1e-5
+    )
+    np.testing.assert_allclose(by_hand.sum(-1), 1.0, rtol=1e-5)  # rows of A sum to one
+    # Potentials are epsilon times log scalings.
+    scaled = duals_of(s / 0.5, spec=aj.SinkhornSpec(num_steps=5))
+    chex.assert_trees_all_close(duals.query, 0.5 * scaled.query, atol=1e-5)
+    chex.assert_trees_all_close(duals.key, 0.5 * scaled.key, atol=1e-5)
+
+
+def test_convention_key_target(rng):
+    s = problems.uniform_scores(rng, 2, 1, 6, 6, bound=3.0)
+    mask = np.ones((2, 1, 6, 6), bool)
+    mask[0, ..., 4:] = False  # six queries, four keys
+    mask[1, 0, 4:, :] = False  # four queries, six keys
+    active = jnp.asarray(mask.any(-2))
+    balanced = teacher(s, jnp.asarray(mask), num_steps=4).sum(-2)
+    unit = teacher(s, jnp.asarray(mask), num_steps=4, key_mass="unit").sum(-2)
+    target = jnp.asarray([6 / 4, 4 / 6], jnp.float32)[:, None, None]
+    chex.assert_trees_all_close(balanced, jnp.where(active, target, 0.0), atol=1e-5)
+    chex.assert_trees_all_close(unit, jnp.where(active, 1.0, 0.0), atol=1e-5)
+    assert aj.SinkhornSpec().key_mass == "balanced"
+    chex.assert_trees_all_close(
+        teacher(s, num_steps=4), teacher(s, num_steps=4, key_mass="unit"), atol=1e-6
+    )
+    # Both marginals can hold under the balanced target.
+    both = teacher(s, jnp.asarray(mask), num_steps=201)
+    np.testing.assert_allclose(both.sum(-2), balanced, atol=1e-4)
+    np.testing.assert_allclose(both.sum(-1), mask.any(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_steps", [4, 5])
+def test_convention_source_dual(rng, x64, num_steps):
+    s = problems.uniform_scores(rng, 2, 3, 6, 6, dtype="float64", bound=5.0)
+    source = duals_of(s, spec=aj.SinkhornSpec(num_steps=num_steps)).source
+    step = num_steps - 1 if num_steps % 2 == 0 else num_steps - 2
+    earlier = duals_of(s, spec=aj.SinkhornSpec(num_steps=step))
+    chex.assert_trees_all_close(source, earlier.query, atol=1e-12)
+    closures = 1 if num_steps % 2 == 0 else 2
+    chex.assert_trees_all_close(
+        close(s, source, "query", closures), teacher(s, num_steps=num_steps), atol=1e-12
+    )
+    assert duals_of(s, spec=aj.SinkhornSpec(num_steps=1)).source is None
+
+
+@pytest.mark.parametrize("num_steps", [4, 5])
+def test_convention_aligned_dual(rng, x64, num_steps):
+    s = problems.uniform_scores(rng, 2, 3, 6, 6, dtype="float64", bound=5.0)
+    spec = aj.SinkhornSpec(num_steps=num_steps)
+    for before_end in range(1, num_steps):
+        duals = duals_of(s, spec=spec, before_end=before_end)
+        chex.assert_trees_all_close(
+            close(s, duals.aligned, duals.aligned_side, before_end),
+            teacher(s, num_steps=num_steps),
+            atol=1e-12,
+        )
+    # Three closures from the source dual of a column-ending teacher are two steps too many.
+    if num_steps == 4:
+        chex.assert_trees_all_close(
+            close(s, duals_of(s, spec=spec).source, "query", 3), teacher(s, num_steps=6), atol=1e-12
+        )
+
+
+def test_convention_coordinates(rng, x64):
+    q, k, v = problems.attention_inputs(rng, dtype="float64", queries=6, keys=6, batch=1, heads=1)
+    bias = problems.normal(rng, 1, 1, 6, 6, dtype="float64")
+    s = reference.scores(problems.heads_first(q), problems.heads_first(k), bias=bias)
+    shift = reference.query_shift(problems.heads_first(q))[0, 0]
+    dual = reference.source_dual(s[0, 0], num_steps=4)
+    predictor = aj.Predictor(
+        directions=BANK, coefficients=jnp.zeros(4), token_bias=jnp.asarray(dual + shift)
+    )
+    # What a predictor answers is a centred dual in cost coordinates ...
+    answer = aj.predict(predictor, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2))
+    np.testing.assert_allclose(answer[0, 0], reference.center(dual + shift), atol=1e-12)
+    # ... and the layer takes the shift off again before it closes; the bias is not part of it.
+    _, weights = compiled(
+        q,
+        k,
+        v,
+        bias,
+        predictor=predictor,
+        spec=aj.SinkhornSpec(num_steps=4),
+        closures="one_sided",
+        return_weights=True,
+    )
+    np.testing.assert_allclose(
+        weights[0, 0], reference.sinkhorn(s[0, 0], num_steps=4), rtol=0, atol=1e-12
+    )
+    # Projections are multiplied by the square root of the scale, so that slices share its units.
+    x = potentials(q[:, :, 0], k[:, :, 0], jnp.eye(4), scale=0.7)
+    a, b = (np.sqrt(0.7) * np.asarray(t)[0, :, 0, 2] for t in (q, k))
+    np.testing.assert_allclose(x[0, :, 2], reference.square_potential(a, b), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("closures", "num_steps", "exact"),
+    [
+        ("one_sided", 4, "column"),
+        ("one_sided", 5, "column"),
+        ("two_sided", 4, "column"),
+        ("two_sided", 5, "row"),
+        (1, 4, "column"),
+        (2, 5, "row"),
+    ],
+)
+def test_convention_endings(rng, closures, num_steps, exact):
+    q, k, v = problems.attention_inputs(rng, queries=6, keys=6)
+    predictor = aj.Predictor(directions=BANK, coefficients=problems.normal(rng, 4))
+    _, weights = compiled(
+        q,
+        k,
+        v,
+        predictor=predictor,
+        closures=closures,
+        return_weights=True,
+        spec=aj.SinkhornSpec(num_steps=num_steps),
+    )
+    errors = {
+        "row": float(aj.metrics.row_error(weights)),
+        "column": float(aj.metrics.column_error(weights)),
+    }
+    assert errors.pop(exact) < 1e-5
+    assert min(errors.values()) > 1e-3  # and the other side is not
+    count = {"one_sided": 1, "two_sided": 3 if num_steps == 4 else 2}.get(closures, closures)
+    _, expected = reference.compiled_layer(
+        q, k, v, BANK, predictor.coefficients, num_steps=num_steps, closures=count
+    )
+    np.testing.assert_allclose(weights, expected, atol=1e-5)
+
+
+def test_convention_masks(rng):
+    q, k, v = problems.attention_inputs(rng, queries=6, keys=6)
+    spec = aj.SinkhornSpec(num_steps=4)
+    mask = problems.random_mask(rng, 2, 1, 6, 6)
+    mask[0, 0, 2] = mask[0, 0, :, 4] = False
+    mask[1] = False
+    out, weights = sinkhorn(q, k, v, mask=jnp.asarray(mask), spec=spec, return_weights=True)
+    assert (np.asarray(weights)[~np.broadcast_to(mask, weights.shape)] == 0).all()
+    # A query with no key and an example with no token give exactly zero.
+    assert (np.asarray(out)[0, 2] == 0).all()
+    assert (np.asarray(out)[1] == 0).all()
+    # 0/1 in float32, as Flax passes it, is the same mask; other ranks are refused.
+    floats = sinkhorn(q, k, v, mask=jnp.asarray(mask, jnp.float32), spec=spec)
+    chex.assert_trees_all_close(floats, out, atol=1e-6)
+    with pytest.raises(ValueError, match=r"\(2, 6\).*\(2, 3, 6, 6\)"):
+        aj.sinkhorn_attention(q, k, v, mask=jnp.ones((2, 6), bool), spec=spec)
+    # What sits in a masked slot never reaches an active token.
+    dirty = [x.at[0, 4].set(jnp.nan) for x in (k, v)]
+    query = q.at[0, 2].set(jnp.inf)
+    chex.assert_trees_all_equal(sinkhorn(query, *dirty, mask=jnp.asarray(mask), spec=spec), out)
+    # Duals of inactive slots are 0.
+    duals = duals_of(problems.uniform_scores(rng, 2, 3, 6, 6), spec=spec, mask=jnp.asarray(mask))
+    assert (duals.query[0, :, 2] == 0).all()
+    assert (duals.key[0, :, 4] == 0).all()
+    assert (duals.source[1] == 0).all()
+    # A triangular array is honoured entry by entry; only is_causal is refused.
+    triangle = jnp.tril(jnp.ones((1, 1, 6, 6), bool))
+    _, weights = sinkhorn(q, k, v, mask=triangle, spec=spec, return_weights=True)
+    assert (np.triu(np.asarray(weights), 1) == 0).all()
+    np.testing.assert_allclose(weights.sum(-2), 1.0, atol=1e-5)
+
+
+def test_convention_two_validities(rng):
+    q, k, v = problems.attention_inputs(rng, queries=6, keys=6)
+    valid = np.arange(6) < np.array([[6], [4]])
+    key_only = jnp.asarray(valid[:, None, None, :])
+    tokens = nn.make_attention_mask(*2 * [jnp.asarray(valid, jnp.float32)])
+    spec = aj.SinkhornSpec(num_steps=5)
+    # A key-only mask keeps every query in the closures, a token mask drops padded queries too.
+    _, kept = sinkhorn(q, k, v, mask=key_only, spec=spec, return_weights=True)
+    _, dropped = sinkhorn(q, k, v, mask=tokens, spec=spec, return_weights=True)
+    np.testing.assert_allclose(kept.sum(-1), 1.0, atol=1e-5)
+    np.testing.assert_allclose(dropped.sum(-1)[1, 0], valid[1], atol=1e-5)
+    assert float(jnp.abs(kept[1, :, :4] - dropped[1, :, :4]).max()) > 1e-3
+    # Features see a masked key as a padded token in self-attention, not in cross-attention.
+    predictor = aj.Predictor(directions=BANK, coefficients=problems.normal(rng, 4))
+    answers = {}
+    for padding in ("self", "none"):
+        spec = aj.SinkhornSpec(num_steps=4, padding=padding)
+        _, answers[padding] = compiled(
+            q,
+            k,
+            v,
+            mask=key_only,
+            predictor=predictor,
+            spec=spec,
+            closures="one_sided",
+            return_weights=True,
+        )
+        _, expected = reference.compiled_layer(
+            q,
+            k,
+            v,
+            BANK,
+            predictor.coefficients,
+            mask=key_only,
+            padding=padding,
+            num_steps=4,
+            closures="one_sided",
+        )
+        np.testing.assert_allclose(answers[padding], expected, atol=1e-5)
+    chex.assert_trees_all_close(answers["self"][0], answers["none"][0], atol=1e-6)
+    assert float(jnp.abs(answers["self"][1] - answers["none"][1]).max()) > 1e-3
+    # By value: however the key-only mask is spelled.
+    _, spelled = compiled(
+        q,
+        k,
+        v,
+        mask=jnp.broadcast_to(key_only, (2, 3, 6, 6)),
+        predictor=predictor,
+        spec=aj.SinkhornSpec(num_steps=4),
+        closures="one_sided",
+        return_weights=True,
+    )
+    chex.assert_trees_all_close(spelled, answers["self"], atol=1e-6)
+
+
+def test_convention_padded_queries_under_a_key_only_mask(rng):
+    q, k = problems.per_head(rng, queries=6, keys=6)
+    valid = jnp.asarray(np.arange(6) < 4)
+    settings = {"query_valid": valid, "key_valid": valid}
+    extended = potentials(q, k, BANK, **settings)
+    zero = potentials(q, k, BANK, outside="zero", **settings)
+    loop = reference.batched(
+        lambda q, k: reference.sliced_features(
+            q, k, BANK, query_valid=np.asarray(valid), key_valid=np.asarray(valid)
+        ),
+        (q, 2),
+        (k, 2),
+    )
+    np.testing.assert_allclose(extended, loop, atol=1e-5)  # the same function, off its support
+    chex.assert_trees_all_close(zero[..., :4, :], extended[..., :4, :], atol=1e-6)
+    assert (zero[..., 4:, :] == 0).all()
+    # The layer extends: padded queries get the dual of the function at their own place.
+    predictor = aj.Predictor(directions=BANK, coefficients=problems.normal(rng, 4))
+    layer = [jnp.swapaxes(x, 1, 2) for x in (q, k, k)]
+    key_only = np.asarray(valid)[None, None, None]
+    _, weights = compiled(
+        *layer,
+        mask=jnp.asarray(key_only),
+        predictor=predictor,
+        spec=aj.SinkhornSpec(num_steps=4),
+        return_weights=True,
+    )
+    _, expected = reference.compiled_layer(
+        *layer, BANK, predictor.coefficients, mask=key_only, num_steps=4, closures="two_sided"
+    )
+    np.testing.assert_allclose(weights, expected, atol=1e-5)
+    assert (weights[..., 4:, :4] > 0).all()
+
+
+def test_convention_unequal_lengths():
+    def potential(a, b, **settings):
+        line = lambda x: jnp.asarray(x, jnp.float32)[:, None]
+        return potentials(line(a), line(b), jnp.ones((1, 1)), scale=1.0, **settings)[:, 0]
+
+    # Three queries at 0, 1, 2 and two keys: slope b_(1) after the first query, b_(2) after the
+    # second, so phi = 0, 0, 10 and f = 0, 1/2, 2 - 10, less their mean.
+    f = potential([0.0, 1.0, 2.0], [0.0, 10.0])
+    np.testing.assert_allclose(f, np.array([0.0, 0.5, -8.0]) + 2.5, atol=1e-6)
+    # Two queries, three keys: slope number ceil(3 / 2) = 2.
+    f = potential([0.0, 2.0], [1.0, 5.0, 7.0])
+    np.testing.assert_allclose(f, [4.0, -4.0], atol=1e-6)  # phi = 0, 10 and f = 0, 2 - 10
+    # Left of the first valid query the slope is b_(1), right of the last b_(M).
+    f = potential([0.0, 1.0, -2.0, 3.0], [1.0, 5.0], query_valid=jnp.asarray([1, 1, 0, 0]) > 0)
+    phi = np.array([0.0, 1.0, -2.0, 1.0 + 5.0 * 2.0])
+    values = np.array([0.0, 0.5, 2.0, 4.5]) - phi
+    np.testing.assert_allclose(f, values - values[:2].mean(), atol=1e-6)
+
+
+def test_convention_grouped_heads(rng):
+    q, k, v = problems.attention_inputs(rng, heads=4)
+    spec = aj.SinkhornSpec(num_steps=4)
+    grouped = sinkhorn(q, k[:, :, :2], v[:, :, :2], spec=spec)
+    full = sinkhorn(q, jnp.repeat(k[:, :, :2], 2, 2), jnp.repeat(v[:, :, :2], 2, 2), spec=spec)
+    chex.assert_trees_all_close(grouped, full, atol=1e-6)
+    with pytest.raises(ValueError, match="heads"):
+        aj.sinkhorn_attention(q, k[:, :, :3], v[:, :, :3], spec=spec)
+
+
+def test_convention_precision(rng, x64):
+    for low in ("bfloat16", "float16", "float32"):
+        q, k, v = problems.attention_inputs(rng, dtype=low)
+        heads = [jnp.swapaxes(x, 1, 2) for x in (q, k)]
+        chex.assert_type(aj.scores(*heads), jnp.float32)
+        x = potentials(*heads, BANK)
+        chex.assert_type(x, jnp.float32)
+        chex.assert_type(aj.fit_ls(x.astype(low), x[..., 0].astype(low)).coefficients, jnp.float32)
+        chex.assert_type(sinkhorn(q, k, v, spec=aj.SinkhornSpec(num_steps=4)), jnp.dtype(low))
+    q, k = problems.per_head(rng, dtype="float64")
+    chex.assert_type([aj.scores(q, k), potentials(q, k, BANK)], jnp.float64)
+    # A common offset leaves float32 potentials where they are; ties have no order.
+    q, k = (jnp.round(64 * x.astype(jnp.float32)) / 64 for x in (q, k))
+    plain, moved = potentials(q, k, BANK), potentials(q + 1e3, k + 1e3, BANK)
+    assert float(jnp.abs(moved - plain).max()) < 1e-3 * float(jnp.abs(plain).max())
+    twice = potentials(jnp.concatenate([q, q], -2), k, BANK)
+    chex.assert_trees_all_close(twice[..., :7, :], twice[..., 7:, :], atol=1e-6)
+
+
+def test_convention_dropout_and_causal(rng):
+    q, k, v = problems.attention_inputs(rng, keys=7)
+    predictor = aj.Predictor(directions=BANK, coefficients=jnp.ones(4))
+    spec = aj.SinkhornSpec(num_steps=4)
+    for call in (
+        lambda **s: aj.sinkhorn_attention(q, k, v, spec=spec, **s),
+        lambda **s: aj.asap_attention(q, k, v, spec=spec, predictor=predictor, **s),
+    ):
+        with pytest.raises(ValueError, match="identity"):
+            call(is_causal=True)
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            call(causal=True)
+        with pytest.raises(ValueError, match="dropout_rng"):
+            call(dropout_rate=0.1, deterministic=False)
+    plain = sinkhorn(q, k, v, spec=spec)
+    drop = jax.jit(aj.sinkhorn_attention, static_argnames=("dropout_rate", "deterministic"))
+    off = drop(q, k, v, spec=spec, dropout_rate=0.9, deterministic=True)
+    chex.assert_trees_all_close(off, plain, atol=1e-6)
+
+
+def test_convention_least_squares(rng, x64):
+    x = problems.normal(rng, 2, 3, 7, 4, dtype="float64")
+    y = problems.normal(rng, 2, 3, 7, dtype="float64")
+    # Examples, tokens and heads are pooled.
+    rows = aj.fit_ls(x.reshape(42, 4), y.reshape(42), ridge=0.1).coefficients
+    chex.assert_trees_all_close(aj.fit_ls(x, y, ridge=0.1).coefficients, rows, atol=1e-12)
+    # The ridge is not normalised: data given twice need twice the ridge for the same answer.
+    twice = aj.fit_ls(jnp.concatenate([x, x]), jnp.concatenate([y, y]), ridge=0.2).coefficients
+    chex.assert_trees_all_close(twice, rows, atol=1e-12)
+    default = aj.fit_ls(x, y).coefficients
+    chex.assert_trees_all_close(default, aj.fit_ls(x, y, ridge=1e-3).coefficients, atol=1e-14)
+    # There is no intercept: a constant target is explained by centred features not at all.
+    centred = x - x.mean((0, 1, 2), keepdims=True)
+    constant = aj.fit_ls(centred, jnp.full((2, 3, 7), 5.0)).coefficients
+    chex.assert_trees_all_close(constant, jnp.zeros(4), atol=1e-12)
+
+
+def test_convention_options(rng, x64):
+    q, k, v = problems.attention_inputs(rng)
+    plain = aj.SinkhornSpec(num_steps=4, epsilon=0.5, scale=0.25)
+    expected = sinkhorn(q, k, v, spec=plain)
+    chex.assert_type(expected, jnp.float32)
+    for number in (np.float64, np.float32, np.asarray, jnp.asarray):
+        spec = aj.SinkhornSpec(num_steps=4, epsilon=number(0.5), scale=number(0.25))
+        assert spec == plain
+        assert hash(spec) == hash(plain)
+        assert type(spec.epsilon) is float
+    x, y = problems.normal(rng, 7, 4), problems.normal(rng, 7)
+    for ridge in (np.float64(0.5), np.asarray(0.5), jnp.asarray(0.5)):
+        chex.assert_type(aj.fit_ls(x, y, ridge=ridge).coefficients, jnp.float32)
+
+
+def test_convention_errors(rng):
+    q, k, v = problems.attention_inputs(rng)
+    spec = aj.SinkhornSpec(num_steps=4)
+    # Shapes, dtypes and settings: at trace time, naming both shapes.
+    with pytest.raises(ValueError, match=r"\(2, 7, 3, 4\).*\(2, 5, 3, 3\)"):
+        jax.jit(aj.sinkhorn_attention)(q, k[..., :3], v, spec=spec)
+    with pytest.raises(TypeError, match="int32"):
+        jax.eval_shape(lambda q: aj.sinkhorn_attention(q, k, v, spec=spec), q.astype(jnp.int32))
+    # Values: when they are known ...
+    x, y = problems.normal(rng, 7, 4), problems.normal(rng, 7)
+    with pytest.raises(ValueError, match="ridge"):
+        aj.fit_ls(x, y, ridge=-1.0)
+    with pytest.raises(ValueError, match="finite"):
+        aj.fit_ls(x.at[0, 0].set(jnp.nan), y)
+    # ... and under a trace the result stays finite and says so.
+    fit = jax.jit(aj.fit_ls)(x.at[0, 0].set(jnp.nan), y)
+    chex.assert_tree_all_finite(fit.coefficients)
+    assert not bool(fit.ok)

@@ -1,0 +1,82 @@
+"""The command line: help for every sub-command, and train, compile, evaluate in a row."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from train import cli, data, recipes
+
+COMMANDS = ("demo", "recipes", "train", "compile", "evaluate")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_sub_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: python -m train {command}")
+    assert len(text.splitlines()) >= 5
+
+
+def test_the_module_runs_from_the_repository_root():
+    root = data.PACKAGED.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "train", "--help"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_no_command_is_an_error_that_lists_them(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_recipes_are_listed_with_cost_and_expected_accuracy(capsys):
+    assert cli.main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    for recipe in recipes.RECIPES.values():
+        assert f"{recipe.name}: {recipe.summary}" in text
+        assert recipe.cost in text
+        assert recipe.expected in text
+
+
+def test_a_fault_of_the_user_is_one_line_and_status_1(tmp_path, capsys):
+    assert cli.main(["compile", str(tmp_path / "nothing")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: no checkpoint in ")
+    assert error.count("\n") == 1
+
+
+def test_a_missing_data_set_names_the_cure(tmp_path, capsys):
+    given = ["train", "demo", "--data-dir", str(tmp_path), "--run", str(tmp_path / "run")]
+    assert cli.main(given) == 1
+    assert "--data-dir DIR" in capsys.readouterr().err
+
+
+def test_train_compile_evaluate_in_a_row(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(recipes.RECIPES, "tiny", tiny)
+    monkeypatch.setenv(data.VARIABLE, str(data.PACKAGED))
+    run = str(tmp_path / "run")
+    settings = ["--epochs", "1", "--batch-size", "500", "--num-steps", "4", "--seed", "1"]
+    assert cli.main(["train", "tiny", "--run", run, *settings]) == 0
+    assert "read 2,000 training and 500 test images" in capsys.readouterr().out
+    assert cli.main(["train", "tiny", "--run", run, *settings]) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert cli.main(["train", "tiny", "--run", run, "--resume", *settings]) == 0
+    assert cli.main(["compile", run, "--images", "60", "--num-slices", "4"]) == 0
+    assert "dual R2" in capsys.readouterr().out
+    assert cli.main(["evaluate", run, "--rounds", "1"]) == 0
+    assert "ASAP-0" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "run" / "fidelity.json").read_text())
+    assert stored["title"] == "demo: Sinkhorn teacher S=4 and its replacements"
+    assert cli.main(["evaluate", run, "--artefact", str(tmp_path / "none.npz")]) == 1
+    assert "run python -m train compile" in capsys.readouterr().err

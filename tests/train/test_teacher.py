@@ -1,0 +1,155 @@
+"""Training: it learns, it resumes to the same bits, it refuses to mix runs."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from train import checkpoints, models, runs, teacher
+from train import step as steps
+from train.data import Batches
+from train.extras import UserError
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / runs.METRICS).read_text().splitlines()]
+
+
+def test_a_few_true_steps_lower_the_loss(tiny, examples):
+    model, tx = models.build(tiny), steps.optimizer(tiny, 1000)
+    images, labels = Batches(examples, tiny.pixels, 20, seed=0).at(0)
+    state = steps.create(model, tx, images, seed=0)
+    take_step = steps.jitted_step(model, tx)
+    losses = []
+    for _ in range(8):
+        state, metrics = take_step(state, images, labels)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.95 * losses[0]
+    assert int(state.step) == 8
+
+
+def test_the_step_averages_over_a_mapped_axis(tiny, examples):
+    """Two devices with half a batch each take the step of one device with the whole."""
+    model, tx = models.build(tiny), steps.optimizer(tiny, 1000)
+    images, labels = Batches(examples, tiny.pixels, 20, seed=0).at(0)
+    state = steps.create(model, tx, images, seed=0)
+    whole, metrics = steps.train_step(state, images, labels, model=model, tx=tx)
+    halves = jax.vmap(
+        lambda x, y: steps.train_step(state, x, y, model=model, tx=tx, axis_name="batch"),
+        axis_name="batch",
+    )(images.reshape(2, 10, 28, 28, 1), labels.reshape(2, 10))
+    np.testing.assert_allclose(halves[1]["loss"], np.full(2, metrics["loss"]), rtol=1e-5)
+    first = jax.tree.map(lambda x: x[0], halves[0].opt_state[0].mu)
+    chex.assert_trees_all_close(first, whole.opt_state[0].mu, atol=1e-6)
+
+
+def test_the_learning_rate_drops_tenfold_after_each_named_epoch(tiny):
+    recipe = dataclasses.replace(tiny, learning_rate=1.0, drops=(1, 2))
+    tx = steps.optimizer(recipe, steps_per_epoch=3)
+    state, sizes = tx.init({"w": np.zeros(())}), []
+    for _ in range(9):
+        updates, state = tx.update({"w": np.ones(())}, state)
+        sizes.append(-float(updates["w"]))
+    np.testing.assert_allclose(sizes, [1] * 3 + [0.1] * 3 + [0.01] * 3, rtol=1e-4)
+
+
+def test_a_resumed_run_ends_in_the_same_bits(tiny, examples, tmp_path):
+    whole = teacher.train(tiny, examples, tmp_path / "whole", seed=5)
+    teacher.train(tiny, examples, tmp_path / "parts", seed=5, stop_after=7)
+    parts = teacher.train(tiny, examples, tmp_path / "parts", seed=5, resume=True)
+    assert whole.step == parts.step == 20
+    chex.assert_trees_all_equal(whole.variables, parts.variables)
+    logged = [
+        [(line["step"], line["loss"]) for line in lines(tmp_path / name) if line["step"] != 7]
+        for name in ("whole", "parts")
+    ]
+    assert logged[0] == logged[1]
+
+
+def test_a_checkpoint_gives_back_recipe_seed_step_and_parameters(tiny, examples, tmp_path):
+    trained = teacher.train(tiny, examples, tmp_path, seed=2, stop_after=3)
+    loaded = teacher.load(tmp_path)
+    assert (loaded.recipe, loaded.seed, loaded.step) == (tiny, 2, 3)
+    chex.assert_trees_all_equal(loaded.variables, trained.variables)
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny, examples, tmp_path):
+    recipe = dataclasses.replace(tiny, epochs=4, batch_size=100)
+    teacher.train(recipe, examples, tmp_path, save_every=1)
+    names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+    assert names == ["6", "8"]
+    assert checkpoints.KEPT == 2
+
+
+def test_a_half_written_checkpoint_is_not_taken_for_one(tiny, examples, tmp_path):
+    teacher.train(tiny, examples, tmp_path, stop_after=3)
+    (tmp_path / "checkpoints" / "9.orbax-checkpoint-tmp-1").mkdir()
+    assert teacher.load(tmp_path).step == 3
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tiny, examples, tmp_path):
+    teacher.train(tiny, examples, tmp_path, stop_after=2)
+    with pytest.raises(UserError, match=r"holds a run that got to step 2: go on with --resume"):
+        teacher.train(tiny, examples, tmp_path)
+
+
+def test_resuming_with_another_recipe_or_seed_is_refused_by_name(tiny, examples, tmp_path):
+    teacher.train(tiny, examples, tmp_path, stop_after=2)
+    other = dataclasses.replace(tiny, learning_rate=0.5)
+    with pytest.raises(UserError, match=r"learning_rate was 0.001 and is now 0.5; seed was 0"):
+        teacher.train(other, examples, tmp_path, seed=1, resume=True)
+
+
+def test_resuming_nothing_starts_afresh(tiny, examples, tmp_path):
+    assert teacher.train(tiny, examples, tmp_path, resume=True, stop_after=1).step == 1
+
+
+def test_a_folder_without_checkpoint_is_named_with_the_cure(tmp_path):
+    with pytest.raises(UserError, match=r"no checkpoint in .*: train one with `python -m train"):
+        teacher.load(tmp_path)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tiny, examples, tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def interrupting_bar(*_):
+        yield lambda done, note: os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(teacher.progress, "bar", interrupting_bar)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(UserError, match=r"stopped and saved at step 10 of 20: .*--resume"):
+        teacher.train(tiny, examples, tmp_path)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert teacher.load(tmp_path).step == 10
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
+    tiny, examples, tmp_path
+):
+    teacher.train(tiny, examples, tmp_path, stop_after=4)
+    wild = dataclasses.replace(examples, images=np.full(examples.images.shape, np.nan, np.float32))
+    with pytest.raises(UserError, match=r"loss is nan at step 10; .* is of step 4"):
+        teacher.train(tiny, wild, tmp_path, resume=True)
+    assert teacher.load(tmp_path).step == 4
+
+
+def test_metrics_are_json_lines_with_loss_accuracy_and_time(tiny, examples, tmp_path):
+    teacher.train(tiny, examples, tmp_path)
+    logged = lines(tmp_path)
+    assert [line["step"] for line in logged] == [10, 20]
+    assert all(math.isfinite(line["loss"]) for line in logged)
+    assert set(logged[0]) == {"step", "loss", "accuracy", "seconds"}
+
+
+def test_a_log_line_that_a_kill_cut_short_is_dropped(tmp_path):
+    (tmp_path / runs.METRICS).write_text('{"step": 1}\n{"step": 9}\n{"ste')
+    with runs.MetricsLog(tmp_path, resumed_at=5) as log:
+        log.write(6, loss=1.0)
+    assert lines(tmp_path) == [{"step": 1}, {"step": 6, "loss": 1.0}]
+    assert [file.name for file in tmp_path.iterdir()] == [runs.METRICS]

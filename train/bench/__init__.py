@@ -1,0 +1,1 @@
+"""Benchmarks: speed and memory live here, never in timed tests."""

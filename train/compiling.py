@@ -1,0 +1,74 @@
+"""Compiles a trained teacher on unlabeled training images (ASAP-LS)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+import asap_jax as aj
+from train import models
+from train.data import Examples
+from train.extras import UserError
+from train.teacher import Teacher
+
+NUM_IMAGES = 512
+BATCH_SIZE = 64
+
+
+def calibration_batches(
+    teacher: Teacher, examples: Examples, num_images: int = NUM_IMAGES
+) -> Iterator[np.ndarray]:
+    """Normalised images ``(batch, height, width, channels)`` drawn without their labels.
+
+    Args:
+      teacher: gives the normalisation and the seed of the draw.
+      examples: the training split.
+      num_images: how many to draw, at most all; whole batches only.
+    """
+    count = min(num_images, len(examples))
+    size = min(BATCH_SIZE, max(count // 5, 1))
+    chosen = np.random.default_rng(teacher.seed).permutation(len(examples))[:count]
+    for start in range(0, count - size + 1, size):
+        images = examples.images[chosen[start : start + size]]
+        yield teacher.recipe.pixels.normalise(images)
+
+
+def compile_teacher(
+    teacher: Teacher,
+    examples: Examples,
+    *,
+    num_images: int = NUM_IMAGES,
+    num_slices: int = 32,
+    closures: str = "two_sided",
+    ridge: float = 1e-3,
+):
+    """Fits the compiled layers of a Sinkhorn teacher.
+
+    Args:
+      teacher: a trained one.
+      examples: the training split; labels are not looked at.
+      num_images: calibration images; a fifth of the batches is held out for the report.
+      num_slices: L, slice directions.
+      closures: ``"two_sided"`` (ASAP) or ``"one_sided"`` (ASAP-0).
+      ridge: the paper's unnormalised lambda, >= 0.
+
+    Returns:
+      What ``aj.linen.compile`` returns: ``.variables`` and ``.report``.
+
+    Raises:
+      UserError: the teacher's attention is not Sinkhorn, or its budget is 1.
+      ValueError: settings out of range.
+    """
+    if teacher.recipe.attention != "sinkhorn":
+        raise UserError(
+            f"the checkpoint was trained with {teacher.recipe.attention} attention: only "
+            f"Sinkhorn attention can be compiled"
+        )
+    return aj.linen.compile(
+        models.build(teacher.recipe),
+        teacher.variables,
+        calibration_batches(teacher, examples, num_images),
+        num_slices=num_slices,
+        closures=closures,
+        ridge=ridge,
+        seed=teacher.seed,
+    )

@@ -1,0 +1,125 @@
+"""Vision transformer of the Sinkformer and ESPFormer experiments (paper, Cats and Dogs).
+
+Pre-LN blocks, exact GELU, a class token and learned positions, on Flax's stock multi-head
+attention.  Only the attention weights differ between families: the parameter tree is the same for
+softmax, Sinkhorn and every replacement, so one set of parameters serves them all.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+AttentionFactory = Callable[[], Callable[..., jax.Array]]
+
+
+def patches(images: jax.Array, patch_size: int) -> jax.Array:
+    """Cuts images into non-overlapping square patches, row by row.
+
+    Args:
+      images: ``(..., height, width, channels)``.
+      patch_size: side of a patch in pixels; must divide height and width.
+
+    Returns:
+      ``(..., height * width / patch_size², patch_size² * channels)``.
+
+    Raises:
+      ValueError: the patch size does not divide the image.
+    """
+    *batch, height, width, channels = images.shape
+    if height % patch_size or width % patch_size:
+        raise ValueError(
+            f"patch_size {patch_size} does not divide images of {height}x{width} pixels"
+        )
+    rows, columns = height // patch_size, width // patch_size
+    cut = images.reshape(*batch, rows, patch_size, columns, patch_size, channels)
+    cut = jnp.moveaxis(cut, -4, -3)
+    return cut.reshape(*batch, rows * columns, patch_size * patch_size * channels)
+
+
+class Block(nn.Module):
+    """One pre-LN layer: ``x + attention(LN(x))``, then ``x + mlp(LN(x))`` unless ``mlp_dim`` is 0.
+
+    Attributes:
+      num_heads: attention heads.
+      head_dim: width of a head, free of the model's width.
+      mlp_dim: hidden width of the feed-forward part; 0 leaves it out (the paper's MNIST layer).
+      attention: builds this layer's own ``attention_fn``.  It is a factory because a module that
+        records or holds compiled state must not be shared by two layers.
+    """
+
+    num_heads: int
+    head_dim: int
+    mlp_dim: int
+    attention: AttentionFactory
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``(..., tokens, width)`` to the same shape."""
+        width = x.shape[-1]
+        attention = nn.MultiHeadDotProductAttention(
+            num_heads=self.num_heads,
+            qkv_features=self.num_heads * self.head_dim,
+            out_features=width,
+            attention_fn=self.attention(),
+            name="attention",
+        )
+        x = x + attention(nn.LayerNorm(epsilon=1e-5, name="attention_norm")(x))
+        if self.mlp_dim:
+            hidden = nn.LayerNorm(epsilon=1e-5, name="mlp_norm")(x)
+            hidden = nn.Dense(self.mlp_dim, name="mlp_in")(hidden)
+            hidden = nn.gelu(hidden, approximate=False)
+            x = x + nn.Dense(width, name="mlp_out")(hidden)
+        return x
+
+
+class VisionTransformer(nn.Module):
+    """Image classifier; the paper's Cats and Dogs model and its smaller relatives.
+
+    Attributes:
+      num_classes: width of the output.
+      patch_size: side of a patch in pixels.
+      width: width of a token.
+      depth: number of blocks.
+      num_heads: heads per block.
+      head_dim: width of a head.
+      mlp_dim: hidden width of the feed-forward part, 0 for none.
+      attention: builds one ``attention_fn`` per block, for example
+        ``lambda: aj.linen.SinkhornAttention(spec)`` or ``lambda: aj.softmax_attention``.
+      position_stddev: standard deviation of the positions and the class token at the start.
+    """
+
+    num_classes: int
+    patch_size: int
+    width: int
+    depth: int
+    num_heads: int
+    head_dim: int
+    mlp_dim: int
+    attention: AttentionFactory
+    position_stddev: float = 0.02
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Logits ``(batch, classes)`` of normalised images ``(batch, height, width, channels)``.
+
+        Raises:
+          ValueError: the patch size does not divide the image.
+        """
+        start = nn.initializers.normal(self.position_stddev)
+        tokens = nn.Dense(self.width, name="patch_embedding")(patches(images, self.patch_size))
+        batch, count, width = tokens.shape
+        cls = jnp.broadcast_to(self.param("cls", start, (1, 1, width)), (batch, 1, width))
+        positions = self.param("positions", start, (1, count + 1, width))
+        x = jnp.concatenate([cls, tokens], axis=1) + positions
+        for layer in range(self.depth):
+            x = Block(
+                self.num_heads,
+                self.head_dim,
+                self.mlp_dim,
+                self.attention,
+                name=f"block_{layer}",
+            )(x)
+        x = nn.LayerNorm(epsilon=1e-5, name="norm")(x[:, 0])
+        return nn.Dense(self.num_classes, name="classifier")(x)

@@ -1,0 +1,127 @@
+"""The ways to run one trained model's attention that a fidelity table compares."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import flax.linen as nn
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+import asap_jax as aj
+from train import models
+from train.recipes import Recipe
+
+BUDGETS = (2, 3, 4, 5)
+TEACHER = "teacher"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operator:
+    """One row of the table; compared and hashed by identity.
+
+    Attributes:
+      name: the row's label.
+      model: the linen module that runs it.
+      variables: the module's variables; the parameters are the teacher's in every row.
+      attend: ``attend(state, query, key, value, bias, mask)`` gives ``(output, weights)`` of a
+        layer with that compiled state (None for the others), on inputs in Flax's layout.
+      states: compiled states by layer path; empty for operators that need none.
+    """
+
+    name: str
+    model: nn.Module
+    variables: dict
+    attend: Callable[..., tuple[jax.Array, jax.Array]]
+    states: Mapping[tuple[str, ...], aj.CompiledState] = dataclasses.field(default_factory=dict)
+
+    def at(self, path: tuple[str, ...], record) -> tuple[jax.Array, jax.Array]:
+        """``(output, weights)`` of the layer at ``path`` on what it recorded."""
+        return self.attend(self.states.get(path), *inputs_of(record))
+
+
+def inputs_of(record) -> tuple:
+    """Query, key, value, bias and mask of a capture record."""
+    return record.query, record.key, record.value, record.bias, record.mask
+
+
+def with_closures(variables: dict, closures: str) -> dict:
+    """Compiled variables with another ending; both of the paper's start from the same dual.
+
+    Args:
+      variables: linen variables with the ``"asap"`` collection.
+      closures: ``"one_sided"`` (ASAP-0) or ``"two_sided"`` (ASAP).
+    """
+    states = _states(variables)
+    changed = {path: state.replace(closures=closures) for path, state in states.items()}
+    return {
+        **variables,
+        "asap": unflatten_dict({(*path, "state"): s for path, s in changed.items()}),
+    }
+
+
+def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -> list[Operator]:
+    """Softmax and smaller Sinkhorn budgets in the place of the teacher's attention.
+
+    Args:
+      recipe: the teacher's.
+      variables: the teacher's.
+      budgets: numbers of Sinkhorn steps.
+    """
+    rows = [_plain("softmax swap", recipe, variables, lambda: aj.softmax_attention)]
+    for steps in budgets:
+        spec = dataclasses.replace(recipe.spec, num_steps=steps)
+        rows.append(_sinkhorn(f"Sinkhorn S={steps}", recipe, variables, spec))
+    return rows
+
+
+def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
+    """ASAP-0 and ASAP, from compiled variables."""
+    rows = []
+    for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided")):
+        ended = with_closures(variables, closures)
+        attend = functools.partial(_asap, recipe.spec)
+        rows.append(Operator(name, models.build(recipe), ended, attend, _states(ended)))
+    return rows
+
+
+def teacher(recipe: Recipe, variables: dict) -> Operator:
+    """The teacher itself, the reference of every column."""
+    return _sinkhorn(TEACHER, recipe, variables, recipe.spec)
+
+
+def _states(variables: dict) -> dict:
+    """The compiled states by layer path, a tuple of names."""
+    flat = flatten_dict(
+        variables["asap"], is_leaf=lambda _, value: isinstance(value, aj.CompiledState)
+    )
+    return {path[:-1]: state for path, state in flat.items()}
+
+
+def _plain(name, recipe, variables, factory) -> Operator:
+    params = {"params": variables["params"]}
+
+    def attend(state, *inputs):
+        return factory()(*inputs, return_weights=True)
+
+    return Operator(name, models.build(recipe, factory), params, attend)
+
+
+def _sinkhorn(name, recipe, variables, spec) -> Operator:
+    params = {"params": variables["params"]}
+
+    def attend(state, *inputs):
+        return aj.sinkhorn_attention(*inputs, spec=spec, return_weights=True)
+
+    factory = models.attention("sinkhorn", spec)
+    return Operator(name, models.build(recipe, factory), params, attend)
+
+
+def _asap(spec, state, *inputs):
+    return aj.asap_attention(
+        *inputs,
+        predictor=state.predictor,
+        spec=spec,
+        closures=state.closures,
+        return_weights=True,
+    )

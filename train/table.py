@@ -1,0 +1,110 @@
+"""The fidelity table as a value, and its three forms: for the terminal, Markdown and JSON."""
+
+import dataclasses
+import json
+import pathlib
+
+from train.extras import need
+
+COLUMNS = {
+    "accuracy": ("test accuracy", "{:.3f}"),
+    "agreement": ("agreement with teacher", "{:.3f}"),
+    "rel_l2": ("attention rel-l2", "{:.3f}"),
+    "output_rmse": ("output RMSE", "{:.3f}"),
+    "row_error": ("row error", "{:.3f}"),
+    "column_error": ("column error", "{:.3f}"),
+    "milliseconds": ("ms per batch", "{:.1f}"),
+    "ratio": ("time / teacher", "{:.2f}"),
+}
+"""Field of ``Row``: heading and format."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to run the trained model.
+
+    Attributes:
+      name: the operator.
+      accuracy: share of test examples classified rightly.
+      agreement: share of test examples on which the prediction is the teacher's.
+      rel_l2: relative Frobenius distance of the attention weights from the teacher's.
+      output_rmse: root mean square difference of the head outputs.
+      row_error, column_error: mean distance of the weights' row and column sums from their target.
+      milliseconds: one forward pass of the whole model.
+      ratio: that over the teacher's.
+    """
+
+    name: str
+    accuracy: float
+    agreement: float
+    rel_l2: float
+    output_rmse: float
+    row_error: float
+    column_error: float
+    milliseconds: float
+    ratio: float
+
+    def cells(self) -> list[str]:
+        """The row as texts, name first."""
+        return [self.name] + [
+            form.format(getattr(self, field)) for field, (_, form) in COLUMNS.items()
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A fidelity table.
+
+    Attributes:
+      title: what was measured.
+      rows: in the order they are printed.
+      facts: what it was measured on and with which command.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    facts: dict[str, str]
+
+    def row(self, name: str) -> Row:
+        """The row of that name (KeyError when there is none)."""
+        return {row.name: row for row in self.rows}[name]
+
+    def print(self, console) -> None:
+        """Prints it to a rich console."""
+        drawn = need("rich.table").Table(
+            title=self.title,
+            title_style="bold",
+            box=need("rich.box").SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 0, 0, 1),
+        )
+        drawn.add_column("attention", no_wrap=True)
+        for heading, _ in COLUMNS.values():
+            drawn.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
+        for row in self.rows:
+            drawn.add_row(*row.cells())
+        console.print(drawn, soft_wrap=False)
+        for name, fact in self.facts.items():
+            console.print(f"{name}: {fact}", markup=False)
+
+    def markdown(self) -> str:
+        """The table as Markdown, its facts below it."""
+        headings = ["attention"] + [heading for heading, _ in COLUMNS.values()]
+        lines = [
+            f"# {self.title}",
+            "",
+            f"| {' | '.join(headings)} |",
+            f"| --- |{' ---: |' * len(COLUMNS)}",
+            *(f"| {' | '.join(row.cells())} |" for row in self.rows),
+            "",
+            *(f"- {name}: {fact}" for name, fact in self.facts.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def write(self, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+        """Writes ``fidelity.md`` and ``fidelity.json`` into ``folder`` and returns their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text, values = folder / "fidelity.md", folder / "fidelity.json"
+        text.write_text(self.markdown())
+        values.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        return text, values

@@ -1,0 +1,41 @@
+"""Time per call, measured so that the candidates can be compared: interleaved, after warm-up."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 30,
+    after_round: Callable[[int], None] = lambda index: None,
+) -> dict[str, float]:
+    """Median milliseconds per call of each candidate.
+
+    Every round calls every candidate once, in turn, each round starting one further on, so that a
+    slow spell of the machine falls on all alike.  Compilation happens in a round that is not timed.
+
+    Args:
+      calls: from a name to a function that returns JAX arrays; it is waited for.
+      rounds: timed calls of each candidate.
+      after_round: called with the number of rounds done, warm-up included.
+
+    Returns:
+      From the names to medians in milliseconds.
+    """
+    for call in calls.values():
+        jax.block_until_ready(call())
+    after_round(1)
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            jax.block_until_ready(calls[name]())
+            times[name].append(time.perf_counter() - start)
+        after_round(index + 2)
+    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
