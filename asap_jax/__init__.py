@@ -6,11 +6,12 @@ from asap_jax.attention import asap_attention, sinkhorn_attention, softmax_atten
 from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult
 from asap_jax.ctransform import attention_weights, key_ctransform, query_ctransform
-from asap_jax.features import SlicedPotentials
+from asap_jax.features import RankDisplacement, RawProjections, SlicedPotentials
 from asap_jax.kl import KLFit, fit_kl, kl_objective
 from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
+from asap_jax.options import Options
 from asap_jax.potentials import sliced_potentials
-from asap_jax.predictor import LinearHead, Predictor, predict
+from asap_jax.predictor import DualPair, LinearHead, Predictor, predict
 from asap_jax.report import CompileReport, LayerReport
 from asap_jax.scores import query_shift, scores
 from asap_jax.sinkhorn import SinkhornDuals, sinkhorn_duals
@@ -23,12 +24,16 @@ __all__ = [
     "CompileReport",
     "CompileResult",
     "CompiledState",
+    "DualPair",
     "KLFit",
     "LayerReport",
     "LeastSquaresFit",
     "LinearHead",
     "NormalEquations",
+    "Options",
     "Predictor",
+    "RankDisplacement",
+    "RawProjections",
     "SinkhornDuals",
     "SinkhornSpec",
     "SlicedPotentials",
@@ -36,8 +41,8 @@ __all__ = [
     "attention_weights",
     "fit_kl",
     "fit_ls",
-    "kl_objective",
     "key_ctransform",
+    "kl_objective",
     "linen",
     "load",
     "metrics",

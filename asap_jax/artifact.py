@@ -29,7 +29,7 @@ from asap_jax import nnx as aj_nnx
 from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult, group_by_path
 from asap_jax.features import FAMILIES
-from asap_jax.predictor import LinearHead, Predictor
+from asap_jax.predictor import DualPair, LinearHead, Predictor
 from asap_jax.spec import SinkhornSpec
 
 FORMAT = 1
@@ -38,6 +38,7 @@ _TYPES = {
     "SinkhornSpec": SinkhornSpec,
     "CompiledState": CompiledState,
     "Predictor": Predictor,
+    "DualPair": DualPair,
     "LinearHead": LinearHead,
 }
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, ctransform, inputs, masks
 from asap_jax import closures as closing
-from asap_jax.predictor import Predictor, predict
+from asap_jax.predictor import DualPair, Predictor, predict
 from asap_jax.scores import query_shift
 from asap_jax.spec import SinkhornSpec
 
@@ -135,8 +135,9 @@ def asap_attention(
       predictor: the fitted predictor.
       spec: the teacher's convention.
       closures: ``"one_sided"`` (ASAP-0: one key closure), ``"two_sided"`` (ASAP: key, query, key
-        for a column-ending teacher; key, query for a row-ending one), or an int n: n closures
-        from the predictor's side, ending on the teacher's last step. Static.
+        for a column-ending teacher; key, query for a row-ending one), an int n: n closures
+        from the predictor's side, ending on the teacher's last step, or ``"none"`` (ablation:
+        ``predictor`` is a DualPair and no marginal is exact). Static.
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``.
@@ -146,9 +147,14 @@ def asap_attention(
         not allow.
     """
     _check_spec(spec)
-    if not isinstance(predictor, Predictor):
-        raise TypeError(f"predictor must be a Predictor, got {type(predictor).__name__}")
-    num_steps = num_closures(closures, predictor.side, spec)
+    direct = isinstance(closures, str) and closures == "none"
+    wanted = DualPair if direct else Predictor
+    if not isinstance(predictor, wanted):
+        raise TypeError(
+            f"predictor must be a {wanted.__name__} for closures={closures!r}, got "
+            f"{type(predictor).__name__}"
+        )
+    num_steps = 0 if direct else num_closures(closures, predictor.side, spec)
     p = inputs.make_problem(
         query,
         key,
@@ -162,15 +168,18 @@ def asap_attention(
         implementation=implementation,
         einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
     )
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-    dual = predicted_dual(predictor, p, spec)
-    weights = closing.finish(
-        kernel,
-        dual / spec.epsilon,
-        side=predictor.side,
-        num_steps=num_steps,
-        log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype),
-    )
+    if direct:
+        weights = direct_weights(predictor, p, spec)
+    else:
+        kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
+        dual = predicted_dual(predictor, p, spec)
+        weights = closing.finish(
+            kernel,
+            dual / spec.epsilon,
+            side=predictor.side,
+            num_steps=num_steps,
+            log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype),
+        )
     return inputs.finish(
         p,
         weights,
@@ -264,6 +273,13 @@ def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
             f"teacher with num_steps={spec.num_steps} ends on a {spec.last_step}"
         )
     return n
+
+
+def direct_weights(pair: DualPair, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:
+    """Weights from two predicted duals, without any c-transform (paper, design table)."""
+    f, g = (predicted_dual(side, p, spec) for side in (pair.query, pair.key))
+    g = g + jnp.asarray(pair.offset).astype(g.dtype)
+    return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
 
 
 def predicted_dual(predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:

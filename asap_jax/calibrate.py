@@ -16,52 +16,107 @@ from asap_jax import attention, inputs, kl, masks, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record
 from asap_jax.least_squares import NormalEquations
-from asap_jax.predictor import design_matrix, predict
+from asap_jax.predictor import design_matrix, first_step, predict
 from asap_jax.scores import query_shift
 from asap_jax.scores import scores as make_scores
 from asap_jax.sinkhorn import sinkhorn_duals
 from asap_jax.spec import SinkhornSpec
 
 
-def target_dual(p: inputs.Problem, spec: SinkhornSpec, before_end: int | None):
-    """The dual to be predicted, cost coordinates, and its side.
+def target_dual(p: inputs.Problem, spec: SinkhornSpec, target: str | int):
+    """A dual of the teacher in cost coordinates, centred, and its side.
 
-    The closure-ready source dual when ``before_end`` is None, the aligned dual otherwise.
-    Dual and shift are centred apart before they are added, which keeps float32 digits.
-    Returns ``(dual (..., N), side, valid)``; ``valid`` are the regression rows.
+    ``target``: ``"source"`` (closure-ready), an int n (aligned, n half-steps before the end), or
+    ``"final_query"`` / ``"final_key"`` (the duals after the last steps). Dual and shift are
+    centred apart before they are added, which keeps float32 digits. Returns
+    ``(dual (..., N), side, validity)``; ``validity`` are the tokens with features.
     """
+    before_end = target if isinstance(target, int) else None
     duals = sinkhorn_duals(p.scores, spec=spec, mask=p.mask, before_end=before_end)
-    side = "query" if before_end is None else duals.aligned_side
-    dual = duals.source if before_end is None else duals.aligned
+    side, dual = {
+        "source": ("query", duals.source),
+        "final_query": ("query", duals.query),
+        "final_key": ("key", duals.key),
+    }.get(target, (duals.aligned_side, duals.aligned))
     validity = masks.feature_validity(p.validity, spec.padding)
     valid = None if validity is None else getattr(validity, side)
     shift = query_shift(p.q if side == "query" else p.k, scale=p.scale)
     return masks.center(dual, valid) + masks.center(shift, valid), side, validity
 
 
-@functools.partial(jax.jit, static_argnames="before_end")
-def layer_sums(record: Record, families, *, before_end: int | None) -> NormalEquations:
+@functools.partial(jax.jit, static_argnames=("target", "baseline", "token_bias"))
+def layer_sums(
+    record: Record,
+    families,
+    *,
+    target: str | int,
+    baseline: str = "none",
+    token_bias: bool = False,
+) -> NormalEquations:
     """Normal equations of one record, per head: ``gram (H, F, F)`` (paper, algorithm 1, LS).
 
-    A stacked record gives a leading axis of layers.
+    With ``token_bias`` one column per position follows the features. A stacked record gives a
+    leading axis of layers.
     """
 
     def sums(record):
         p = problem(record)
-        y, side, validity = target_dual(p, record.spec, before_end)
-        x, valid = design_matrix(
-            families,
-            side,
-            p.q,
-            p.k,
-            scale=p.scale,
-            query_valid=None if validity is None else validity.query,
-            key_valid=None if validity is None else validity.key,
-        )
+        y, side, validity = target_dual(p, record.spec, target)
+        x, valid = _design(families, side, p, validity)
+        if baseline == "first_step":
+            y = y - masks.center(_first_step(p, record.spec, side), valid)
+        if token_bias:
+            x = jnp.concatenate([x, positions(valid).astype(x.dtype)], axis=-1)
         zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
         return zero.add(x, y, valid)
 
     return over_stack(sums, record)
+
+
+@jax.jit
+def key_offset(record: Record) -> tuple[jax.Array, jax.Array]:
+    """Sum and count of ``g + mean(f)`` over active keys, cost coordinates, per head.
+
+    Added to a centred key dual it makes the pair's sum absolute while f stays centred.
+    """
+
+    def sums(record):
+        p = problem(record)
+        duals = sinkhorn_duals(p.scores, spec=record.spec, mask=p.mask)
+        validity = masks.feature_validity(p.validity, record.spec.padding)
+        q_valid, k_valid = (None, None) if validity is None else validity
+        f = duals.query + query_shift(p.q, scale=p.scale)
+        g = duals.key + query_shift(p.k, scale=p.scale)
+        g = g + masks.masked_mean(f, q_valid, -1)
+        keep = jnp.ones(g.shape, bool) if k_valid is None else k_valid
+        by_head = tuple(i for i in range(g.ndim) if i != g.ndim - 2)
+        total = jnp.sum(jnp.where(keep, g, jnp.zeros_like(g)), axis=by_head)
+        return total, jnp.sum(keep, axis=by_head, dtype=g.dtype)
+
+    return over_stack(sums, record)
+
+
+def positions(valid: jax.Array) -> jax.Array:
+    """Centred indicator of every token position, ``(..., N, N)``: the columns of a token bias."""
+    size = valid.shape[-1]
+    one_hot = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (*valid.shape, size))
+    return jnp.swapaxes(masks.center(jnp.swapaxes(one_hot, -1, -2), valid[..., None, :]), -1, -2)
+
+
+def _design(families, side, p, validity):
+    return design_matrix(
+        families,
+        side,
+        p.q,
+        p.k,
+        scale=p.scale,
+        query_valid=None if validity is None else validity.query,
+        key_valid=None if validity is None else validity.key,
+    )
+
+
+def _first_step(p, spec, side):
+    return first_step(p.scores, side, p.q, p.k, scale=p.scale, epsilon=spec.epsilon, mask=p.mask)
 
 
 @flax.struct.dataclass
@@ -85,16 +140,8 @@ class KLItem:
 def kl_item(record: Record, families) -> KLItem:
     """The KL item of an unstacked record, for the closure-ready source dual."""
     p = problem(record)
-    y, side, validity = target_dual(p, record.spec, None)
-    x, _ = design_matrix(
-        families,
-        side,
-        p.q,
-        p.k,
-        scale=p.scale,
-        query_valid=None if validity is None else validity.query,
-        key_valid=None if validity is None else validity.key,
-    )
+    y, side, validity = target_dual(p, record.spec, "source")
+    x, _ = _design(families, side, p, validity)
     if p.validity is not None:
         x = masks.zero_inactive(x, p.validity.query)
         y = jnp.where(p.validity.query, y, jnp.zeros_like(y))
@@ -174,6 +221,8 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
 
 def operators(closures) -> dict:
     """The compiled operators a fit gives, by their names in reports."""
+    if closures == "none":
+        return {"both duals predicted": "none"}
     if isinstance(closures, str):
         return {"ASAP-0": "one_sided", "ASAP": "two_sided"}
     return {f"ASAP n={closures}": closures}
@@ -194,11 +243,6 @@ def over_stack(function, record: Record, *rest):
     return jax.lax.map(inner, (record, *rest))
 
 
-def before_end_of(closures) -> int | None:
-    """Which dual ``closures`` starts from: None (source) by name, n (aligned) for an int."""
-    return None if isinstance(closures, str) else int(closures)
-
-
 def _call(record, function, **settings):
     out, weights = function(
         record.query,
@@ -213,7 +257,11 @@ def _call(record, function, **settings):
 
 
 def _r_squared(p, spec, state, predictor):
-    y, _, validity = target_dual(p, spec, before_end_of(state.closures))
+    """Of the predicted dual; of the query dual where both are predicted."""
+    target = state.closures if isinstance(state.closures, int) else "source"
+    if state.closures == "none":
+        target, predictor = "final_query", predictor.query
+    y, _, validity = target_dual(p, spec, target)
     dual = predict(
         predictor,
         p.q,

@@ -12,7 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 
-from asap_jax.predictor import Predictor
+from asap_jax.predictor import DualPair, Predictor
 from asap_jax.spec import SinkhornSpec
 
 SHARED_INSTANCE = (
@@ -57,12 +57,13 @@ class CompiledState:
     """State whose presence makes a SinkhornAttention module run the compiled operator.
 
     Attributes:
-      predictor: the fitted predictor; a leading axis on every array under scan.
+      predictor: the fitted predictor (a DualPair for closures ``"none"``); a leading axis on
+        every array under scan.
       spec: the teacher's convention that it was fitted to.
-      closures: ``"one_sided"``, ``"two_sided"`` or an int, see ``asap_attention``.
+      closures: ``"one_sided"``, ``"two_sided"``, ``"none"`` or an int, see ``asap_attention``.
     """
 
-    predictor: Predictor
+    predictor: Predictor | DualPair
     spec: SinkhornSpec = flax.struct.field(pytree_node=False)
     closures: Any = flax.struct.field(pytree_node=False, default="two_sided")
 

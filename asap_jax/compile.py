@@ -1,13 +1,16 @@
 """Compiling trained Sinkhorn layers: calibrate, fit, report (paper, algorithm 1).
 
-The framework adapters (``asap_jax.linen``, ``asap_jax.nnx``) give this module a function from a
-batch to the records of every layer, and write the fitted states back into the model.
+The framework adapters (``asap_jax.linen``, ``asap_jax.nnx``) say how a batch becomes the records
+of every layer, and write the fitted states back into the model.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import functools
 import math
+import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,51 +45,104 @@ class CompileResult:
     model: Any = None
 
 
-def compile_layers(
-    records: Callable[[Any], Mapping[str, Record]], batches: Iterable[Any], options: Options
-) -> tuple[dict[str, CompiledState], CompileReport]:
-    """Fits every layer that ``records`` finds and reports fidelity.
+class Calibration(abc.ABC):
+    """Collects calibration data, batch by batch, and turns them into a compiled model.
 
-    Args:
-      records: from a batch to the records of its layers, by path.
-      batches: an iterable of calibration batches, read once. Batches that are held out are kept
-        until the report; activations of the others are dropped batch by batch.
-      options: see ``Options``.
-
-    Returns:
-      ``(states, report)``.
-
-    Raises:
-      ValueError: no batch, no such layer, S = 1, closures beyond the teacher's budget, data that
-        are empty or not finite; each names the layer and the setting.
+    ``compile`` is ``run``: every batch through one frozen teacher. ``add`` may also be called
+    while the teacher still trains; the fit then belongs to the sequence of teacher states that
+    were seen, not exactly to the last one (paper, Appendix "Teacher Attention and Offline Fit").
     """
-    start = time.perf_counter()
-    fits: dict[str, LayerFit] = {}
-    kept, first, num_fit = [], None, 0
-    for index, batch in enumerate(checked(batches, options)):
-        first = batch if first is None else first
-        if is_held_out(index, options.holdout):
-            kept.append(batch)
-            continue
-        for path, record in select(records(batch), options.layers).items():
-            if path not in fits:
-                fits[path] = LayerFit(path, record, options)
-            fits[path].add(record, f"calibration batch {index}")
-        num_fit += 1
-    if first is None:
-        raise ValueError("batches holds no batch: give at least one calibration batch")
 
-    def again(path):
-        for index, batch in enumerate(batches):
-            if not is_held_out(index, options.holdout):
-                yield records(batch)[path]
+    def __init__(self, options: Options):
+        self.options = options
+        self.fits: dict[str, LayerFit] = {}
+        self.num_batches = 0
+        self.seconds = 0.0
 
-    solved = {path: fit.solve(lambda path=path: again(path)) for path, fit in fits.items()}
-    seconds = time.perf_counter() - start
-    report_batches = kept or [first]
-    layers = measure(records, report_batches, solved)
-    states = {path: state for path, (state, _) in solved.items()}
-    return states, CompileReport(layers, bool(kept), num_fit, len(report_batches), seconds)
+    @abc.abstractmethod
+    def records(self, teacher: Any, batch: Any) -> Mapping[str, Record]:
+        """The records of every layer, by path, of one forward pass with dropout off."""
+
+    @abc.abstractmethod
+    def attach(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> dict:
+        """The compiled teacher as keywords of CompileResult; ``batch`` checks that it switched."""
+
+    def add(self, teacher: Any, batch: Any) -> None:
+        """Adds one batch at the teacher's present state; activations are dropped after it.
+
+        Raises:
+          ValueError: no such layer, a layer that cannot be compiled, values that are not finite.
+        """
+        start = time.perf_counter()
+        where = f"calibration batch {self.num_batches}"
+        for path, record in select(self.records(teacher, batch), self.options.layers).items():
+            if path not in self.fits:
+                self.fits[path] = LayerFit(path, record, self.options)
+            self.fits[path].add(record, where)
+        self.num_batches += 1
+        self.seconds += time.perf_counter() - start
+
+    def finish(
+        self,
+        teacher: Any,
+        report_batches: Sequence[Any],
+        *,
+        held_out: bool = True,
+        fit_batches: Callable[[], Iterable[Any]] | None = None,
+    ) -> CompileResult:
+        """Solves every layer and measures the compiled ``teacher`` on ``report_batches``.
+
+        Args:
+          teacher: the state to be compiled.
+          report_batches: at least one batch.
+          held_out: whether the fit did not see them.
+          fit_batches: gives the fit's batches again (KL with ``in_memory=False``).
+
+        Raises:
+          ValueError: nothing was added, no batch to report on, no active token, a layer that did
+            not switch to its compiled operator.
+        """
+        if not self.fits or not report_batches:
+            raise ValueError("batches holds no batch: give at least one calibration batch")
+        start = time.perf_counter()
+        again = lambda path: (self.records(teacher, batch)[path] for batch in fit_batches())
+        shared = None
+        if self.options.coefficients == "shared":
+            totals = [fit.total() for fit in self.fits.values()]
+            shared = [functools.reduce(operator.add, parts) for parts in zip(*totals, strict=True)]
+        solved = {
+            path: fit.solve(lambda path=path: again(path), shared)
+            for path, fit in self.fits.items()
+        }
+        self.seconds += time.perf_counter() - start
+        states = {path: state for path, (state, _) in solved.items()}
+        compiled = self.attach(teacher, states, report_batches[0])
+        layers = measure(functools.partial(self.records, teacher), report_batches, solved)
+        report = CompileReport(
+            layers, held_out, self.num_batches, len(report_batches), self.seconds
+        )
+        return CompileResult(states, report, **compiled)
+
+    def run(self, teacher: Any, batches: Iterable[Any]) -> CompileResult:
+        """Adds ``batches``, but for the share held out, and finishes on that share.
+
+        Batches that are held out are kept until the report.
+
+        Raises:
+          TypeError: one batch instead of an iterable, a generator where batches are needed again.
+          ValueError: as ``add`` and ``finish``.
+        """
+        share = self.options.holdout
+        kept, first = [], None
+        for index, batch in enumerate(checked(batches, self.options)):
+            first = batch if first is None else first
+            if is_held_out(index, share):
+                kept.append(batch)
+            else:
+                self.add(teacher, batch)
+        fit_batches = lambda: (b for i, b in enumerate(batches) if not is_held_out(i, share))
+        report = kept or ([] if first is None else [first])
+        return self.finish(teacher, report, held_out=bool(kept), fit_batches=fit_batches)
 
 
 def select(found: Mapping[str, Record], layers: Sequence[str] | None) -> dict[str, Record]:
@@ -121,12 +177,12 @@ def measure(records, batches, solved: Mapping[str, tuple]) -> dict[str, LayerRep
     reports = {}
     for path, total in totals.items():
         for i, figures in enumerate(solved[path][1]):
-            name = f"{path}[{i}]" if stacked[path] else path
+            layer = f"{path}[{i}]" if stacked[path] else path
             rows = {
-                operator: {metric: float(x[i] / len(batches)) for metric, x in row.items()}
-                for operator, row in total.items()
+                name: {metric: float(x[i] / len(batches)) for metric, x in row.items()}
+                for name, row in total.items()
             }
-            reports[name] = LayerReport(name, rows, {**rows.pop("fit"), **figures})
+            reports[layer] = LayerReport(layer, rows, {**rows.pop("fit"), **figures})
     return reports
 
 

@@ -12,10 +12,13 @@ import numpy as np
 
 from asap_jax import calibrate, kl
 from asap_jax.capture import CompiledState, Record
-from asap_jax.features import SlicedPotentials
+from asap_jax.features import FAMILIES
+from asap_jax.least_squares import NormalEquations
 from asap_jax.options import Options
-from asap_jax.predictor import LinearHead, Predictor
+from asap_jax.predictor import DualPair, LinearHead, Predictor
 from asap_jax.slices import slice_directions
+
+Stream = Callable[[], Iterator[Record]]
 
 
 class LayerFit:
@@ -30,66 +33,132 @@ class LayerFit:
         options.refuse(path, record.spec)
         self.path, self.options = path, options
         self.spec, self.stack = record.spec, record.stack
-        self.families = paper_features(record, options)
-        self.sums: Any = None
-        self.items: list[list[calibrate.KLItem]] = [[] for _ in range(math.prod(self.stack))]
+        self.families = families(record, options)
+        self.sums: list[NormalEquations] = []
+        self.offset: Any = None
+        self.items: list[list[calibrate.KLItem]] = [[] for _ in range(self.depth)]
         self.num_problems = 0
+
+    @property
+    def depth(self) -> int:
+        """Layers in the stack, 1 without a scan."""
+        return math.prod(self.stack)
 
     def add(self, record: Record, where: str) -> None:
         """Adds one batch; ``where`` names it in errors.
 
         Raises:
-          ValueError: the batch gives a value that is not finite.
+          ValueError: the batch gives a value that is not finite, or another length than the
+            first where a token bias is fitted.
         """
-        new = calibrate.layer_sums(record, self.families, before_end=self.options.before_end)
+        options = self.options
+        new = [
+            calibrate.layer_sums(
+                record,
+                self.families,
+                target=target,
+                baseline=options.baseline,
+                token_bias=options.token_bias,
+            )
+            for target in options.targets
+        ]
         if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(new)):
             raise ValueError(
                 f"{where} gives a value that is not finite at layer {self.path!r} "
                 f"(query of shape {record.query.shape})"
             )
-        self.sums = new if self.sums is None else self.sums + new
-        if self.options.objective == "kl":
+        if self.sums and self.sums[0].moment.shape != new[0].moment.shape:
+            raise ValueError(
+                f"{where} has queries of shape {record.query.shape} at layer {self.path!r}: "
+                f"token_bias=True needs batches of one length"
+            )
+        self.sums = _plus(self.sums, new) if self.sums else new
+        if options.closures == "none":
+            offset = calibrate.key_offset(record)
+            self.offset = offset if self.offset is None else _plus(self.offset, offset)
+        if options.objective == "kl":
             shape = record.query.shape[len(self.stack) :]
             self.num_problems += math.prod(shape[:-3]) * shape[-2]
-            if self.options.in_memory:
+            if options.in_memory:
                 for i, one in enumerate(unstack(record)):
                     self.items[i].append(calibrate.kl_item(one, self.families))
 
-    def solve(self, stream: Callable[[], Iterator[Record]]) -> tuple[CompiledState, list[dict]]:
+    def total(self) -> list[NormalEquations]:
+        """Normal equations over all layers of the stack and all heads, one per target."""
+        depth = len(self.stack)
+        return [jax.tree.map(lambda x: x.sum(tuple(range(depth + 1))), s) for s in self.sums]
+
+    def solve(
+        self, stream: Stream, shared: list[NormalEquations] | None = None
+    ) -> tuple[CompiledState, list[dict]]:
         """The layer's state, arrays stacked under a scan, and figures of each layer's fit.
 
-        ``stream`` gives the layer's records again, one pass a call (KL out of memory).
+        Args:
+          stream: gives the layer's records again, one pass a call (KL out of memory).
+          shared: sums over all layers, where coefficients are shared.
 
         Raises:
           ValueError: no active token was seen.
         """
-        flat = jax.tree.map(
-            lambda x: x.reshape(math.prod(self.stack), *x.shape[len(self.stack) :]), self.sums
-        )
-        fits = [
-            self._solve_one(i, jax.tree.map(lambda x, i=i: x[i], flat), stream)
-            for i in range(math.prod(self.stack))
+        solved = [self._solve_one(i, stream, shared) for i in range(self.depth)]
+        heads = [
+            jax.tree.map(lambda *x: jnp.stack(x).reshape(*self.stack, *x[0].shape), *heads)
+            for heads in zip(*(heads for heads, _ in solved), strict=True)
         ]
-        coefficients = jnp.stack([w for w, _ in fits]).reshape(*self.stack, *fits[0][0].shape)
-        families = jax.tree.map(
+        state = CompiledState(self._predictor(heads), self.spec, self.options.closures)
+        return state, [figures for _, figures in solved]
+
+    def _predictor(self, heads):
+        stacked = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (*self.stack, *x.shape)), self.families
         )
-        predictor = Predictor(families, LinearHead(coefficients), side=self.options.side(self.spec))
-        state = CompiledState(predictor, spec=self.spec, closures=self.options.closures)
-        return state, [figures for _, figures in fits]
-
-    def _solve_one(self, index, sums, stream):
-        if self.options.coefficients == "pooled":
-            sums = sums.pooled()
-        solution = sums.solve(self.options.ridge)
-        if not bool(np.asarray(solution.ok).all()):
-            raise ValueError(f"layer {self.path!r} saw no active token in the calibration batches")
-        figures = dict(
-            r_squared_fit=float(np.asarray(solution.r_squared).mean()),
-            num_rows=float(np.asarray(solution.num_rows).sum()),
+        if self.options.closures == "none":
+            total, count = (x.sum(-1) for x in self.offset)
+            query, key = (
+                Predictor(stacked, LinearHead(head), side=side)
+                for (head, _), side in zip(heads, ("query", "key"), strict=True)
+            )
+            return DualPair(query, key, total / jnp.maximum(count, jnp.ones_like(count)))
+        head, bias = heads[0]
+        target = self.options.targets[0]
+        side = "query" if target == "source" else self.spec.side_before_end(target)
+        return Predictor(
+            stacked,
+            LinearHead(head),
+            token_bias=bias if self.options.token_bias else None,
+            side=side,
+            baseline=self.options.baseline,
         )
-        if self.options.objective == "ls":
-            return solution.coefficients, figures
+
+    def _solve_one(self, index, stream, shared):
+        """``[(coefficients, token bias or empty), ...]`` per target, and figures."""
+        heads, figures = [], {}
+        for sums in self.sums if shared is None else shared:
+            if shared is None:
+                sums = jax.tree.map(
+                    lambda x: x.reshape(self.depth, *x.shape[len(self.stack) :])[index], sums
+                )
+                if self.options.coefficients == "pooled":
+                    sums = sums.pooled()
+            solution = sums.solve(self.options.ridge)
+            if not bool(np.asarray(solution.ok).all()):
+                raise ValueError(
+                    f"layer {self.path!r} saw no active token in the calibration batches"
+                )
+            figures.setdefault("r_squared_fit", float(np.asarray(solution.r_squared).mean()))
+            figures.setdefault("num_rows", float(np.asarray(solution.num_rows).sum()))
+            w = solution.coefficients
+            if self.options.objective == "kl":
+                w = self._kl(index, sums, stream, figures)
+            count = (
+                sum(f.directions.shape[-2] for f in self.families)
+                if (self.options.token_bias)
+                else w.shape[-1]
+            )
+            heads.append((w[..., :count], w[..., count:]))
+        return heads, figures
+
+    def _kl(self, index, sums, stream, figures):
         items = groups(self.items[index]) if self.items[index] else _Stream(self, index, stream)
         result = kl.minimise(
             sums,
@@ -105,13 +174,13 @@ class LayerFit:
             kl_steps=result.num_steps,
             plan_kl=result.plan_kl,
         )
-        return result.coefficients, figures
+        return result.coefficients
 
 
 class _Stream(Iterable):
     """A layer's KL items, made again from the model's records on every pass."""
 
-    def __init__(self, layer: LayerFit, index: int, stream):
+    def __init__(self, layer: LayerFit, index: int, stream: Stream):
         self.layer, self.index, self.stream = layer, index, stream
 
     def __iter__(self):
@@ -119,11 +188,17 @@ class _Stream(Iterable):
             yield calibrate.kl_item(unstack(record)[self.index], self.layer.families)
 
 
-def paper_features(record: Record, options: Options) -> tuple:
-    """The paper's feature family: one bank of Gaussian slices, the same for every layer."""
-    head_dim = record.query.shape[-1]
-    key = jax.random.key(options.seed)
-    return (SlicedPotentials(slice_directions(key, options.num_slices, head_dim)),)
+def families(record: Record, options: Options) -> tuple:
+    """The feature families of a layer; the paper's slice bank is the same for every layer."""
+    if not isinstance(options.features, str):
+        return tuple(options.features)
+    bank = slice_directions(
+        jax.random.key(options.seed),
+        options.num_slices,
+        record.query.shape[-1],
+        kind=options.slice_kind,
+    )
+    return (FAMILIES[options.features](bank),)
 
 
 def unstack(record: Record) -> list[Record]:
@@ -142,3 +217,7 @@ def groups(items: list[Any]) -> list[Any]:
         leaves, tree = jax.tree.flatten(item)
         by_shape.setdefault((tree, *((x.shape, x.dtype) for x in leaves)), []).append(item)
     return [jax.tree.map(lambda *x: jnp.stack(x), *group) for group in by_shape.values()]
+
+
+def _plus(a, b):
+    return jax.tree.map(jnp.add, a, b)

@@ -108,6 +108,52 @@ class SinkhornAttention(nn.Module):
         )
 
 
+class Calibration(compiling.Calibration):
+    """Calibration of a linen model, also while it still trains.
+
+    ``add(variables, batch)`` as often as wanted, then ``finish(variables, report_batches)``;
+    ``compile`` does both. Layers accumulated while the teacher trains are fitted to the sequence
+    of its states.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options | None = None,
+        *,
+        apply_kwargs: Mapping[str, Any] | None = None,
+        forward: Callable[[Any, Any], Any] | None = None,
+    ):
+        """Arguments as ``compile``."""
+        super().__init__(options or Options())
+        self._run = forward or _apply(model, dict(apply_kwargs or {}))
+        self._recorded = jax.jit(lambda variables, batch: _record(self._run, variables, batch))
+
+    def records(self, teacher: Mapping, batch: Any) -> Mapping[str, Record]:
+        """The records of every layer at the variables ``teacher``."""
+        with capture.observe() as observer:
+            found = self._recorded(_plain(teacher), batch)
+        if observer.unrecorded:
+            raise ValueError(
+                f"layers {list(observer.unrecorded)} ran but could not record: a "
+                f"transform around them drops the collection {CAPTURE!r}. " + SCAN_CURE
+            )
+        return found
+
+    def attach(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> dict:
+        """``variables`` with the ``"asap"`` collection; fails if any layer did not switch."""
+        compiled = {**_plain(teacher), STATE: state_tree(states)}
+        with capture.observe() as observer:
+            jax.eval_shape(lambda v, b: _quiet(self._run, v, b), compiled, batch)
+        missing = [path for path in states if path not in observer.compiled]
+        if missing:
+            raise ValueError(
+                f"layers {missing} did not switch to the compiled operator: a transform "
+                f"around them drops the collection {STATE!r}. " + SCAN_CURE
+            )
+        return {"variables": compiled}
+
+
 def compile(
     model: nn.Module,
     variables: Mapping,
@@ -125,6 +171,10 @@ def compile(
     ridge: float = 1e-3,
     coefficients: str = "pooled",
     in_memory: bool = True,
+    features: str | tuple[Any, ...] = "sliced_potentials",
+    slice_kind: str = "gaussian",
+    baseline: str = "none",
+    token_bias: bool = False,
 ) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained linen model (paper, algorithm 1).
 
@@ -138,17 +188,8 @@ def compile(
       forward: ``forward(variables, batch)`` instead, any function that calls ``model.apply``
         once; jitted inside it, it must itself pass ``mutable=["asap_capture"]`` and return
         ``(output, state)``.
-      holdout: share of the batches that the fit does not see and the report is measured on.
-      seed: seed of the slice directions.
-      layers: paths of the layers to compile; all when None.
-      recipe: ``"paper"`` (ASAP: sliced potentials, pooled over heads).
-      objective: ``"ls"`` (ASAP-LS) or ``"kl"`` (ASAP-KL, started at LS).
-      num_slices: L.
-      closures: ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0), or an int n (aligned dual).
-      ridge: unnormalised lambda >= 0.
-      coefficients: ``"pooled"`` over heads or ``"per_head"``.
-      in_memory: KL only: keep q, k, mask, features and targets of the fit batches, or, when
-        False, run the model over re-iterable batches again on every evaluation.
+      holdout, seed, layers, recipe, objective, num_slices, closures, ridge, coefficients,
+        in_memory, features, slice_kind, baseline, token_bias: see ``asap_jax.Options``.
 
     Returns:
       CompileResult with ``.variables`` (the compiled model's) and ``.report``.
@@ -169,34 +210,18 @@ def compile(
         ridge=ridge,
         coefficients=coefficients,
         in_memory=in_memory,
+        features=features,
+        slice_kind=slice_kind,
+        baseline=baseline,
+        token_bias=token_bias,
     )
-    variables = {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
-    run = forward or _apply(model, dict(apply_kwargs or {}))
-    recorded = jax.jit(lambda variables, batch: _record(run, variables, batch))
-    last = []
+    calibration = Calibration(model, options, apply_kwargs=apply_kwargs, forward=forward)
+    return calibration.run(variables, batches)
 
-    def records(batch):
-        last[:] = [batch]
-        with capture.observe() as observer:
-            found = recorded(variables, batch)
-        if observer.unrecorded:
-            raise ValueError(
-                f"layers {list(observer.unrecorded)} ran but could not record: a "
-                f"transform around them drops the collection {CAPTURE!r}. " + SCAN_CURE
-            )
-        return found
 
-    states, report = compiling.compile_layers(records, batches, options)
-    compiled = {**variables, STATE: state_tree(states)}
-    with capture.observe() as observer:
-        jax.eval_shape(lambda v, b: _quiet(run, v, b), compiled, last[0])
-    missing = [path for path in states if path not in observer.compiled]
-    if missing:
-        raise ValueError(
-            f"layers {missing} did not switch to the compiled operator: a transform "
-            f"around them drops the collection {STATE!r}. " + SCAN_CURE
-        )
-    return compiling.CompileResult(states, report, variables=compiled)
+def _plain(variables: Mapping) -> dict:
+    """The teacher's own collections."""
+    return {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
 
 
 def _apply(model, apply_kwargs):
@@ -225,8 +250,11 @@ def _record(run, variables, batch) -> dict[str, Record]:
     original = nn.Module.apply
 
     def apply(self, variables, *args, mutable=False, **kwargs):
-        wanted = [mutable] if isinstance(mutable, str) else list(mutable or [])
-        out, state = original(self, variables, *args, mutable=[*wanted, CAPTURE], **kwargs)
+        wanted = mutable
+        if mutable is not True:
+            wanted = [mutable] if isinstance(mutable, str) else list(mutable or [])
+            wanted = [*wanted, CAPTURE]
+        out, state = original(self, variables, *args, mutable=wanted, **kwargs)
         stash.append(state.get(CAPTURE, {}))
         return out if mutable is False else (out, state)
 

@@ -122,6 +122,52 @@ def sinkhorn_layers(model: nnx.Module) -> dict[str, SinkhornAttention]:
     }
 
 
+class Calibration(compiling.Calibration):
+    """Calibration of an nnx model, also while it still trains.
+
+    ``add(model, batch)`` as often as wanted, then ``finish(model, report_batches)``; ``compile``
+    does both. Layers accumulated while the teacher trains are fitted to the sequence of its
+    states.
+    """
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        *,
+        apply_kwargs: Mapping[str, Any] | None = None,
+        forward: Callable[[Any, Any], Any] | None = None,
+    ):
+        """Arguments as ``compile``."""
+        super().__init__(options or Options())
+        self._run = forward or _call(dict(apply_kwargs or {}))
+        self._recorded = jax.jit(self._record, static_argnums=0)
+
+    def _record(self, graph, state, batch):
+        _, captured = nnx.capture(self._run, AsapCapture)(nnx.merge(graph, state), batch)
+        flat = nnx.to_flat_state(captured)
+        return {"/".join(map(str, path[:-1])): record.get_value() for path, record in flat}
+
+    def records(self, teacher: nnx.Module, batch: Any) -> Mapping[str, Record]:
+        """The records of every layer of the model ``teacher``."""
+        return self._recorded(*nnx.split(_evaluating(teacher)), batch)
+
+    def attach(self, teacher: nnx.Module, states: Mapping[str, CompiledState], batch: Any) -> dict:
+        """``model``, a compiled copy; fails if any layer did not switch."""
+        compiled, probe = nnx.clone(teacher), _evaluating(teacher)
+        attach(compiled, states)
+        attach(probe, states)
+        graph, state = nnx.split(probe)
+        with capture.observe() as observer:
+            jax.eval_shape(lambda s, b: self._run(nnx.merge(graph, s), b), state, batch)
+        missing = [path for path in states if path not in observer.compiled]
+        if missing:
+            raise ValueError(
+                f"layers {missing} did not switch to the compiled operator: the "
+                f"forward pass did not run them on the model it was given"
+            )
+        return {"model": compiled}
+
+
 def compile(
     model: nnx.Module,
     batches: Iterable[Any],
@@ -138,16 +184,21 @@ def compile(
     ridge: float = 1e-3,
     coefficients: str = "pooled",
     in_memory: bool = True,
+    features: str | tuple[Any, ...] = "sliced_potentials",
+    slice_kind: str = "gaussian",
+    baseline: str = "none",
+    token_bias: bool = False,
 ) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained nnx model (paper, algorithm 1).
 
     Args:
       model: any nnx module that uses ``SinkhornAttention`` as ``attention_fn``; left unchanged,
         calibrated in evaluation mode (``model.eval()``), so with dropout off.
+      batches: as ``asap_jax.linen.compile``.
+      apply_kwargs: further keywords of the call.
       forward: ``forward(model, batch)`` instead of calling the model.
-      batches, apply_kwargs, holdout, seed, layers, recipe, objective, num_slices, closures,
-      ridge, coefficients, in_memory: as ``asap_jax.linen.compile``; ``apply_kwargs`` go to the
-      call.
+      holdout, seed, layers, recipe, objective, num_slices, closures, ridge, coefficients,
+        in_memory, features, slice_kind, baseline, token_bias: see ``asap_jax.Options``.
 
     Returns:
       CompileResult with ``.model``, a compiled copy in the mode of ``model``, and ``.report``.
@@ -166,42 +217,23 @@ def compile(
         ridge=ridge,
         coefficients=coefficients,
         in_memory=in_memory,
+        features=features,
+        slice_kind=slice_kind,
+        baseline=baseline,
+        token_bias=token_bias,
     )
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}")
-    run = forward or _call(dict(apply_kwargs or {}))
+    return Calibration(options, apply_kwargs=apply_kwargs, forward=forward).run(model, batches)
+
+
+def _evaluating(model: nnx.Module) -> nnx.Module:
+    """A copy of the teacher in evaluation mode, without compiled states."""
     teacher = nnx.clone(model)
     for module in sinkhorn_layers(teacher).values():
         module.asap = None
     teacher.eval()
-    graph, state = nnx.split(teacher)
-
-    @jax.jit
-    def recorded(state, batch):
-        _, captured = nnx.capture(run, AsapCapture)(nnx.merge(graph, state), batch)
-        flat = nnx.to_flat_state(captured)
-        return {"/".join(map(str, path[:-1])): record.get_value() for path, record in flat}
-
-    last = []
-
-    def records(batch):
-        last[:] = [batch]
-        return recorded(state, batch)
-
-    states, report = compiling.compile_layers(records, batches, options)
-    compiled = nnx.clone(model)
-    attach(compiled, states)
-    attach(teacher, states)
-    graph, state = nnx.split(teacher)
-    with capture.observe() as observer:
-        jax.eval_shape(lambda state, batch: run(nnx.merge(graph, state), batch), state, last[0])
-    missing = [path for path in states if path not in observer.compiled]
-    if missing:
-        raise ValueError(
-            f"layers {missing} did not switch to the compiled operator: the forward "
-            f"pass did not run them on the model it was given"
-        )
-    return compiling.CompileResult(states, report, model=compiled)
+    return teacher
 
 
 def attach(model: nnx.Module, states: Mapping[str, CompiledState]) -> None:

@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from asap_jax import attention, checks
+from asap_jax import attention, checks, slices
+from asap_jax.features import FAMILIES
+from asap_jax.predictor import BASELINES
 from asap_jax.spec import SinkhornSpec
 
 RECIPES = ("paper",)
 OBJECTIVES = ("ls", "kl")
-COEFFICIENTS = ("pooled", "per_head")
+COEFFICIENTS = ("pooled", "per_head", "shared")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of a compile; see ``asap_jax.linen.compile`` for each.
+    """Settings of a compile.
+
+    Attributes:
+      holdout: share of the batches that the fit does not see and the report is measured on.
+      seed: seed of the slice directions.
+      layers: paths of the layers to compile; all when None.
+      recipe: ``"paper"`` (ASAP).
+      objective: ``"ls"`` (ASAP-LS) or ``"kl"`` (ASAP-KL, started at LS).
+      num_slices: L.
+      closures: ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0), an int n (n closures from the
+        aligned dual), or ``"none"`` (ablation: both duals predicted, no c-transform).
+      ridge: unnormalised lambda >= 0.
+      coefficients: ``"pooled"`` over the heads of a layer, ``"per_head"``, or ``"shared"``
+        (ablation: one vector for all layers).
+      in_memory: KL only: keep q, k, mask, features and targets of the fit batches, or, when
+        False, run the model over re-iterable batches again on every evaluation.
+      features: name of a slice-based family (``"sliced_potentials"``, ``"raw_projections"``,
+        ``"rank_displacement"``), or a tuple of family instances.
+      slice_kind: see ``slice_directions``.
+      baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
+      token_bias: fit one bias per token position too; lengths must then be fixed.
 
     Raises:
-      ValueError, TypeError: a setting that is unknown or out of range, named.
+      ValueError, TypeError: a setting that is unknown, out of range or does not go with another.
     """
 
     holdout: float = 0.2
@@ -31,36 +54,60 @@ class Options:
     ridge: float = 1e-3
     coefficients: str = "pooled"
     in_memory: bool = True
+    features: str | tuple[Any, ...] = "sliced_potentials"
+    slice_kind: str = "gaussian"
+    baseline: str = "none"
+    token_bias: bool = False
 
     def __post_init__(self):
         checks.one_of("recipe", self.recipe, RECIPES)
         checks.one_of("objective", self.objective, OBJECTIVES)
         checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
+        checks.one_of("slice_kind", self.slice_kind, slices.KINDS)
+        checks.one_of("baseline", self.baseline, BASELINES)
         checks.static_bool("in_memory", self.in_memory)
+        checks.static_bool("token_bias", self.token_bias)
         checks.positive_int("num_slices", self.num_slices)
         object.__setattr__(self, "ridge", checks.non_negative_float("ridge", self.ridge))
         if checks.non_negative_float("holdout", self.holdout) >= 1:
             raise ValueError(f"holdout must be in [0, 1), got {self.holdout}")
+        if isinstance(self.features, str):
+            checks.one_of("features", self.features, FAMILIES)
+        elif not self.features:
+            raise ValueError("features must name a family or hold at least one")
         if isinstance(self.closures, str):
-            checks.one_of("closures", self.closures, attention.CLOSURES)
+            checks.one_of("closures", self.closures, (*attention.CLOSURES, "none"))
         else:
             checks.positive_int("closures", self.closures)
-            if self.objective == "kl":
-                raise ValueError(
-                    f"objective='kl' fits the source dual through a key closure: closures must be "
-                    f"one of {attention.CLOSURES}, got {self.closures}"
-                )
         if isinstance(self.layers, str):
             raise TypeError(f"layers must be a sequence of paths, got the string {self.layers!r}")
+        self._refuse_combinations()
+
+    def _refuse_combinations(self) -> None:
+        if self.objective == "kl":
+            plain = dict(
+                closures=attention.CLOSURES,
+                coefficients=("pooled", "per_head"),
+                baseline=("none",),
+                token_bias=(False,),
+            )
+            for name, allowed in plain.items():
+                if getattr(self, name) not in allowed:
+                    raise ValueError(
+                        f"objective='kl' fits the source dual through one key closure, layer by "
+                        f"layer: {name} must be one of {allowed}, got {getattr(self, name)!r}"
+                    )
+        if self.closures == "none" and (self.token_bias or self.baseline != "none"):
+            raise ValueError("closures='none' goes with baseline='none' and token_bias=False")
+        if self.coefficients == "shared" and self.token_bias:
+            raise ValueError("coefficients='shared' goes with token_bias=False")
 
     @property
-    def before_end(self) -> int | None:
-        """Which dual is predicted: None (closure-ready source), or n (aligned)."""
-        return None if isinstance(self.closures, str) else int(self.closures)
-
-    def side(self, spec: SinkhornSpec) -> str:
-        """The side of the predicted dual."""
-        return "query" if self.before_end is None else spec.side_before_end(self.before_end)
+    def targets(self) -> tuple[str | int, ...]:
+        """The duals to predict, as ``calibrate.target_dual`` names them."""
+        if self.closures == "none":
+            return ("final_query", "final_key")
+        return ("source",) if isinstance(self.closures, str) else (int(self.closures),)
 
     def refuse(self, path: str, spec: SinkhornSpec) -> None:
         """Raises ValueError for a teacher that these options cannot compile, with the reason."""
@@ -69,7 +116,7 @@ class Options:
                 f"layer {path!r} has num_steps=1, which is row softmax: it has no dual before its "
                 f"only step, so there is nothing to compile; leave it out with layers=[...]"
             )
-        if self.before_end is not None and self.before_end >= spec.num_steps:
+        if isinstance(self.closures, int) and self.closures >= spec.num_steps:
             raise ValueError(
                 f"closures={self.closures} needs a teacher of more steps than layer {path!r} "
                 f"with num_steps={spec.num_steps}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,21 +35,54 @@ def potential_1d(a: jax.Array, b: jax.Array, a_valid: jax.Array, b_valid: jax.Ar
     Returns:
       ``(N,)``; 0 everywhere when n or m is 0.
     """
-    size = a.shape[0]
+    line = _monotone(a, b, a_valid, b_valid)
+    knots, slopes = line.knots, line.slopes
+    steps = jnp.diff(knots) * (0.5 * (knots[1:] + knots[:-1]) - slopes[:-1])
+    heights = jnp.concatenate([jnp.zeros_like(knots[:1]), jnp.cumsum(steps)])
+    value = heights[line.at] + (a - knots[line.at]) * (0.5 * (a + knots[line.at]) - line.slope)
+    return jnp.where(line.some, value, jnp.zeros_like(value))
+
+
+def displacement_1d(
+    a: jax.Array, b: jax.Array, a_valid: jax.Array, b_valid: jax.Array
+) -> jax.Array:
+    """``a`` minus the key that the monotone matching sends it to; arguments as ``potential_1d``.
+
+    Returns ``(N,)``, the derivative of the potential: ``a_(r) - b_(r)`` at the r-th sorted query
+    for n = m. Equal arguments take the key of the last of them.
+    """
+    line = _monotone(a, b, a_valid, b_valid)
+    value = a - line.slope
+    return jnp.where(line.some, value, jnp.zeros_like(value))
+
+
+class _Monotone(NamedTuple):
+    """The convex function of a monotone matching: its knots and slopes, and where each a lies.
+
+    knots ``(N,)``: sorted support; slopes ``(N,)``: after each knot; at ``(N,)``: the knot before
+    each a (the first for those before it); slope ``(N,)``: at each a; some: n > 0 and m > 0.
+    """
+
+    knots: jax.Array
+    slopes: jax.Array
+    at: jax.Array
+    slope: jax.Array
+    some: jax.Array
+
+
+def _monotone(a, b, a_valid, b_valid) -> _Monotone:
     n, m = a_valid.sum(dtype=jnp.uint32), b_valid.sum(dtype=jnp.uint32)
     knots = _sorted_support(a, a_valid, n)
     keys = _sorted_support(b, b_valid, m)
-    t = jnp.arange(1, size + 1, dtype=jnp.uint32)
+    t = jnp.arange(1, a.shape[0] + 1, dtype=jnp.uint32)
     one = jnp.uint32(1)
     quantile = (jnp.minimum(t, n) * m + n - one) // jnp.maximum(n, one)
     slopes = keys[jnp.maximum(quantile, one) - one]
-    steps = jnp.diff(knots) * (0.5 * (knots[1:] + knots[:-1]) - slopes[:-1])
-    heights = jnp.concatenate([jnp.zeros_like(knots[:1]), jnp.cumsum(steps)])
     after = jnp.searchsorted(knots, a, side="right")
     at = jnp.maximum(after - 1, 0)
-    slope = jnp.where(after == 0, keys[0], slopes[at])
-    value = heights[at] + (a - knots[at]) * (0.5 * (a + knots[at]) - slope)
-    return jnp.where((n > 0) & (m > 0), value, jnp.zeros_like(value))
+    return _Monotone(
+        knots, slopes, at, jnp.where(after == 0, keys[0], slopes[at]), (n > 0) & (m > 0)
+    )
 
 
 def _sorted_support(x: jax.Array, valid: jax.Array, count: jax.Array) -> jax.Array:
@@ -90,9 +125,32 @@ def sliced_potentials(
       TypeError: dtypes that are not real floating.
       ValueError: shapes that do not fit, ``scale <= 0``, an unknown ``outside``.
     """
+    checks.one_of("outside", outside, OUTSIDE)
+    x = sliced_features(
+        potential_1d, q, k, directions, scale=scale, query_valid=query_valid, key_valid=key_valid
+    )
+    if outside == "zero":
+        valid = checks.validity("query_valid", query_valid, x.shape[:-1])
+        x = jnp.where(valid[..., None], x, jnp.zeros_like(x))
+    return x
+
+
+def sliced_features(
+    function_1d: Callable[..., jax.Array],
+    q,
+    k,
+    directions,
+    *,
+    scale: float | None = None,
+    query_valid=None,
+    key_valid=None,
+) -> jax.Array:
+    """``function_1d(a, b, a_valid, b_valid)`` on every slice, centred over the valid queries.
+
+    Arguments, result ``(..., N, L)`` and errors as ``sliced_potentials``.
+    """
     q, k = checks.real_array("q", q), checks.real_array("k", k)
     checks.heads_last_dim(q, k)
-    checks.one_of("outside", outside, OUTSIDE)
     directions = checks.real_array("directions", directions)
     if directions.ndim != 2 or directions.shape[-1] != q.shape[-1]:
         raise ValueError(
@@ -111,10 +169,7 @@ def sliced_potentials(
     q = q - common
     bank = math.sqrt(resolve_scale(scale, q.shape[-1])) * slices.unit_rows(directions)
     project = functools.partial(jnp.einsum, "...nd,ld->...ln", precision=jax.lax.Precision.HIGHEST)
-    over_slices = jax.vmap(potential_1d, in_axes=(0, 0, None, None))
-    potential = jnp.vectorize(over_slices, signature="(l,n),(l,m),(n),(m)->(l,n)")
-    x = potential(project(q, bank), project(k, bank), query_valid, key_valid)
-    x = masks.center(x, query_valid[..., None, :])
-    if outside == "zero":
-        x = jnp.where(query_valid[..., None, :], x, jnp.zeros_like(x))
-    return jnp.swapaxes(x, -1, -2)
+    over_slices = jax.vmap(function_1d, in_axes=(0, 0, None, None))
+    every = jnp.vectorize(over_slices, signature="(l,n),(l,m),(n),(m)->(l,n)")
+    x = every(project(q, bank), project(k, bank), query_valid, key_valid)
+    return jnp.swapaxes(masks.center(x, query_valid[..., None, :]), -1, -2)

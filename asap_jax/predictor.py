@@ -108,6 +108,20 @@ class Predictor:
 _families = features
 
 
+@flax.struct.dataclass
+class DualPair:
+    """Both duals predicted, for the ablation without a c-transform (paper, design table).
+
+    Attributes:
+      query, key: predictors of the two sides.
+      offset: added to the centred key dual, so that the pair's sum is absolute; ``()``.
+    """
+
+    query: Predictor
+    key: Predictor
+    offset: jax.Array
+
+
 def predict(
     predictor: Predictor,
     q,

@@ -1,4 +1,4 @@
-"""Reading data sets, batches that depend on seed and step alone, and the messages when one fails."""
+"""Reading data sets, batches that depend on seed and step alone, and messages on faults."""
 
 import dataclasses
 import json
