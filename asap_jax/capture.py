@@ -106,8 +106,3 @@ def note(kind: str, path: str) -> None:
     observer = _observer.get()
     if observer is not None:
         getattr(observer, kind)[path] = None
-
-
-def observing() -> bool:
-    """Whether an ``observe`` block is open, that is, whether a compile is going on."""
-    return _observer.get() is not None

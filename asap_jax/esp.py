@@ -86,10 +86,11 @@ def esp_attention(
     query rank meets the keys of its quantiles; rows then sum to 1 and columns to n / m.
     ``"hard"`` is refused, and where the counts are traced ranks without a partner give 0.
 
-    Memory. ``"streaming"`` makes one slice's plan at a time, forward and backward, and keeps
-    about 6 and 11 arrays of the size of A, whatever the number L of slices. ``"dense"`` is the
-    released form: the plans of all slices, about 3 L and 9 L such arrays; it alone supports
-    forward-mode derivatives. Both need O(L N^3) operations, ``"hard"`` O(L N log N) and 3 arrays.
+    Memory. ``"streaming"`` makes the plan of one slice at a time, forward and backward, and keeps
+    about 6 (forward) and 12 (with gradient) arrays of the size of A, however many slices there
+    are. ``"dense"`` is the released form with the plans of all L slices at once, about 3 L and
+    7 L such arrays; it alone supports forward-mode derivatives. Both need O(L N^3) operations;
+    ``"hard"`` needs O(L N log N + N^2 d) and about 5 and 7 arrays.
 
     Args:
       query: ``(..., N, heads, head_dim)``.
@@ -184,11 +185,14 @@ def expected_plan(
     """A ``(..., N, M)`` from q ``(..., N, d)``, k ``(..., M, d)`` and who is active.
 
     Projections are left unscaled and the temperature is divided by ``scale^2`` instead: the
-    differences that the relaxation squares are then exact for close values of a coordinate.
+    differences that the relaxation squares are then exact for close values of a coordinate. The
+    mean distance is subtracted: every plan has the same mass, so that shifts all costs alike, and
+    smaller sums keep more digits of the differences between them.
     """
     a = sliced_plans.project(q, directions, None if active is None else active.query)
     b = sliced_plans.project(k, directions, None if active is None else active.key)
     distance = scale * sliced_plans.distances(q, k)
+    distance = distance - jax.lax.stop_gradient(distance.mean((-2, -1), keepdims=True))
     if mode == "hard":
         support = sliced_plans.Support(*(active or ()))
         return sliced_plans.hard_plan(a, b, distance, support, inverse_temperature)

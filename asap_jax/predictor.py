@@ -10,7 +10,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from asap_jax import checks, ctransform, features, masks
 from asap_jax.scores import query_shift
@@ -205,8 +204,3 @@ def first_step(scores, side: str, q, k, *, scale=None, epsilon=1.0, mask=None) -
         zero, transform, own = scores[..., 0], ctransform.key_ctransform, k
     dual = transform(scores, jnp.zeros_like(zero), epsilon=epsilon, mask=mask)
     return dual + query_shift(own, scale=scale).astype(dual.dtype)
-
-
-def is_finite(predictor: Predictor) -> bool:
-    """Whether every array of a concrete predictor is finite."""
-    return all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(predictor))

@@ -20,7 +20,7 @@ def uniform_scores(rng, *shape, dtype="float32", bound=10.0):
 def per_head(
     rng, *, dtype="float32", size=1.0, queries=QUERIES, keys=KEYS, dim=DIM, batch=BATCH, heads=HEADS
 ):
-    """q and k in per-head layout, (batch, heads, length, dim)."""
+    """Queries and keys in per-head layout, (batch, heads, length, dim)."""
     q = normal(rng, batch, heads, queries, dim, dtype=dtype, size=size)
     k = normal(rng, batch, heads, keys, dim, dtype=dtype, size=size)
     return q, k

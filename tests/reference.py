@@ -12,11 +12,11 @@ import math
 
 import numpy as np
 
-# ---------------------------------------------------------------------------------- helpers
+# ------------------------------------------------------------------------------------ basics
 
 
 def logsumexp(x, axis):
-    """log sum exp, -inf over a slice that is all -inf."""
+    """Log-sum-exp, -inf over a slice that is all -inf."""
     x = np.asarray(x, np.float64)
     peak = x.max(axis=axis, keepdims=True)
     peak = np.where(np.isfinite(peak), peak, 0.0)
@@ -414,15 +414,26 @@ def _layer(head, query, key, value, bias, mask):
     return np.swapaxes(a @ v, -2, -3), a
 
 
-def kl_objective(coefficients, features, cost, row_mass, key_mass, *, epsilon, ridge):
-    """J of the paper for one example: F(X w) - <r, X w> + ridge |w|^2 / 2."""
+def kl_objective(
+    coefficients, features, target, s, shift, *, epsilon=1.0, key_mass="balanced", mask=None
+):
+    """F(X w) - <r, X w> of one example, in plan units and without the ridge.
+
+    r are the row masses of the plan closed on the keys from the target, a cost-coordinate dual.
+    The keys' part of the cost only adds a constant, so `s - shift` stands for minus the cost.
+    """
+    mask = full_mask(mask, s.shape) & (s > -np.inf)
     f = features @ coefficients
-    log_sums = logsumexp((-cost + f[:, None]) / epsilon, 0)
-    return (
-        epsilon * (key_mass * log_sums).sum()
-        - row_mass @ f
-        + ridge * coefficients @ coefficients / 2
-    )
+    keys = mask.any(0)
+    mass = 1 / keys.sum() if key_mass == "balanced" else 1 / s.shape[0]
+    value, row_mass = 0.0, np.zeros(s.shape[0])
+    for j in np.flatnonzero(keys):
+        rows = mask[:, j]
+        kernel = s[rows, j] - shift[rows]
+        log_plan = (kernel + target[rows]) / epsilon
+        row_mass[rows] += mass * np.exp(log_plan - logsumexp(log_plan, 0))
+        value += epsilon * mass * logsumexp((kernel + f[rows]) / epsilon, 0)
+    return value - row_mass @ f
 
 
 # ----------------------------------------------------------------------------------- metrics

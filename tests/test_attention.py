@@ -7,12 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 import reference
 from flax import nnx
 
 import asap_jax as aj
-import problems
 
 BANK = aj.slice_directions(0, 6, 4)
 LAYER_SHAPE = (2, 7, 3, 4)

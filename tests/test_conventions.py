@@ -438,6 +438,57 @@ def test_convention_least_squares(rng, x64):
     chex.assert_trees_all_close(constant, jnp.zeros(4), atol=1e-12)
 
 
+@pytest.mark.parametrize("key_mass", ["balanced", "unit"])
+def test_convention_kl(rng, x64, key_mass):
+    q, k = problems.per_head(rng, dtype="float64", queries=6, keys=6)
+    mask = problems.random_mask(rng, 2, 1, 6, 6)
+    mask[0, 0, 2] = mask[1, 0, :, 4] = False
+    mask = np.broadcast_to(mask, (2, 3, 6, 6))
+    s, shift = reference.scores(q, k), reference.query_shift(q)
+    x = np.asarray(potentials(q, k, BANK))
+    target = shift + reference.batched(
+        lambda s, mask: reference.source_dual(
+            s, num_steps=4, epsilon=0.5, key_mass=key_mass, mask=mask
+        ),
+        (s, 2),
+        (mask, 2),
+    )
+
+    def objective(w):
+        return (
+            reference.batched(
+                lambda *problem: reference.kl_objective(
+                    w, *problem[:-1], epsilon=0.5, key_mass=key_mass, mask=problem[-1]
+                ),
+                (x, 2),
+                (target, 1),
+                (s, 2),
+                (shift, 1),
+                (mask, 2),
+            ).sum()
+            + 0.01 / 2 * w @ w
+        )
+
+    # J in plan units with half the ridge, summed over examples and heads, up to a constant.
+    data = [jnp.asarray(t) for t in (x, target, s, shift)]
+    settings = {"epsilon": 0.5, "ridge": 0.01, "key_mass": key_mass, "mask": jnp.asarray(mask)}
+    points = rng.normal(size=(3, 4))
+    ours = [float(aj.kl_objective(jnp.asarray(w), *data, **settings)) for w in points]
+    theirs = [objective(w) for w in points]
+    np.testing.assert_allclose(np.diff(ours), np.diff(theirs), rtol=1e-9)
+    # The fit is its stationary point, and not worse than least squares.
+    fit = aj.fit_kl(*data, **settings)
+    assert fit.converged, fit.reason
+    assert fit.num_steps >= 1
+    w = np.asarray(fit.coefficients)
+    valid = jnp.asarray(mask.any(-1))
+    least_squares = np.asarray(aj.fit_ls(*data[:2], ridge=0.01, valid=valid).coefficients)
+    assert objective(w) <= objective(least_squares)
+    for direction in np.eye(4):
+        slope = (objective(w + 1e-5 * direction) - objective(w - 1e-5 * direction)) / 2e-5
+        assert abs(slope) < 1e-7
+
+
 def test_convention_options(rng, x64):
     q, k, v = problems.attention_inputs(rng)
     plain = aj.SinkhornSpec(num_steps=4, epsilon=0.5, scale=0.25)

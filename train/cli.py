@@ -6,7 +6,8 @@ import pathlib
 import sys
 
 import asap_jax as aj
-from train import compiling, demo, fidelity, progress, recipes, runs, teacher
+from train import ablations, compiling, demo, fidelity, progress, recipes, refresh, runs, teacher
+from train.bench import esp_resources, imports, memory
 from train.data import VARIABLE
 from train.extras import UserError
 
@@ -25,6 +26,9 @@ def parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_compile(commands)
     _add_evaluate(commands)
+    _add_ablate(commands)
+    _add_refresh(commands)
+    _add_bench(commands)
     return top
 
 
@@ -89,6 +93,12 @@ def _add_train(commands) -> None:
     sub.add_argument(
         "--num-steps", type=int, metavar="S", help="Sinkhorn steps (default: the recipe's)"
     )
+    sub.add_argument(
+        "--patch-size",
+        type=int,
+        metavar="P",
+        help="side of a patch in pixels (default: the recipe's)",
+    )
     sub.add_argument("--epochs", type=int, help="epochs (default: the recipe's)")
     sub.add_argument("--batch-size", type=int, help="images a step (default: the recipe's)")
     sub.add_argument("--learning-rate", type=float, help="Adam's (default: the recipe's)")
@@ -100,23 +110,12 @@ def _add_compile(commands) -> None:
         "compile",
         _compile,
         "compile a trained teacher to a layer without the Sinkhorn loop",
-        "Fits ASAP-LS on unlabeled training images, prints the report on held-out ones and saves "
-        f"the compiled layers as {runs.ARTEFACT} in the run folder.",
+        "Fits the layers on unlabeled training images, prints the report on held-out ones and "
+        f"saves the compiled layers as {runs.ARTEFACT} in the run folder.",
     )
     _add_run(sub)
     _add_data_dir(sub)
-    sub.add_argument(
-        "--num-slices", type=int, default=32, metavar="L", help="slices (default: %(default)s)"
-    )
-    sub.add_argument(
-        "--closures",
-        choices=("two_sided", "one_sided"),
-        default="two_sided",
-        help="two_sided is ASAP, one_sided ASAP-0 (default: %(default)s)",
-    )
-    sub.add_argument(
-        "--ridge", type=float, default=1e-3, help="ridge, unnormalised (default: %(default)s)"
-    )
+    _add_fit(sub)
     sub.add_argument(
         "--images",
         type=int,
@@ -126,6 +125,130 @@ def _add_compile(commands) -> None:
     sub.add_argument(
         "--artefact", metavar="FILE", help=f"file to write (default: RUN/{runs.ARTEFACT})"
     )
+
+
+def _add_fit(sub) -> None:
+    """The settings of a fit, see ``asap_jax.Options``."""
+    default = aj.Options()
+    text = "(default: %(default)s)"
+    sub.add_argument(
+        "--objective",
+        choices=("ls", "kl"),
+        default=default.objective,
+        help=f"ls is ASAP-LS, kl ASAP-KL {text}",
+    )
+    sub.add_argument(
+        "--closures",
+        choices=("two_sided", "one_sided", "none"),
+        default=default.closures,
+        help="two_sided is ASAP, one_sided ASAP-0, none predicts both duals without a "
+        f"c-transform {text}",
+    )
+    sub.add_argument(
+        "--features",
+        choices=sorted(aj.features.FAMILIES),
+        default=default.features,
+        help=f"feature family {text}",
+    )
+    sub.add_argument(
+        "--num-slices",
+        type=int,
+        default=default.num_slices,
+        metavar="L",
+        help=f"slices {text}",
+    )
+    sub.add_argument(
+        "--slice-kind",
+        choices=("gaussian", "orthogonal", "axes"),
+        default=default.slice_kind,
+        help=f"slice directions {text}",
+    )
+    sub.add_argument(
+        "--coefficients",
+        choices=("pooled", "per_head", "shared"),
+        default=default.coefficients,
+        help=f"pooled over heads, per head, or shared by all layers {text}",
+    )
+    sub.add_argument(
+        "--baseline",
+        choices=("none", "first_step"),
+        default=default.baseline,
+        help=f"first_step fits the residual to the first row step {text}",
+    )
+    sub.add_argument("--token-bias", action="store_true", help="fit one bias per token position")
+    sub.add_argument(
+        "--ridge", type=float, default=default.ridge, help=f"ridge, unnormalised {text}"
+    )
+
+
+def _fit_options(options, trained) -> aj.Options:
+    """The fit that the command line asks for, with the run's seed."""
+    names = ("objective", "closures", "features", "num_slices", "slice_kind")
+    names += ("coefficients", "baseline", "token_bias", "ridge")
+    try:
+        return aj.Options(seed=trained.seed, **{name: getattr(options, name) for name in names})
+    except ValueError as fault:
+        raise UserError(str(fault)) from fault
+
+
+def _add_ablate(commands) -> None:
+    sub = _command(
+        commands,
+        "ablate",
+        _ablate,
+        "print every method and ablation row of the paper on one teacher",
+        "Compiles the teacher in every way of the paper's tables (LS and KL, fit sizes, slice "
+        "counts, shared coefficients, other features, both duals without a c-transform, the "
+        "residual fit with token bias) and prints one table with break-even points.",
+    )
+    _add_run(sub)
+    _add_data_dir(sub)
+    sub.add_argument(
+        "--rounds", type=int, default=10, help="timed calls of each row (default: %(default)s)"
+    )
+    sub.add_argument(
+        "--out", type=pathlib.Path, help="folder for ablations.md and .json (default: RUN)"
+    )
+
+
+def _add_refresh(commands) -> None:
+    sub = _command(
+        commands,
+        "refresh",
+        _refresh,
+        "train a compiled model on a little, beside the teacher trained on as long",
+        "The paper's refresh: compiles with a residual log-sum-exp fit and a token bias, then "
+        "trains coefficients, token bias, output projection, norms and classifier on labels; the "
+        "control trains the teacher for as many epochs.",
+    )
+    _add_run(sub)
+    _add_data_dir(sub)
+    sub.add_argument("--epochs", type=int, default=refresh.EPOCHS, help="(default: %(default)s)")
+    sub.add_argument(
+        "--learning-rate", type=float, default=refresh.LEARNING_RATE, help="(default: %(default)s)"
+    )
+    sub.add_argument(
+        "--images", type=int, default=8192, help="calibration images (default: %(default)s)"
+    )
+    sub.add_argument("--num-slices", type=int, default=256, help="(default: %(default)s)")
+    sub.add_argument(
+        "--sort-gradients",
+        action="store_true",
+        help="let almost-everywhere sort gradients flow through the features (default: frozen)",
+    )
+
+
+def _add_bench(commands) -> None:
+    sub = _command(
+        commands,
+        "bench",
+        _bench,
+        "measure memory and time",
+        "gradient-memory: forward and gradient of the S=20 teacher; esp-resources: train steps "
+        "of ESP attention beside Sinkhorn (the paper's table shape); import: seconds that "
+        "`import asap_jax` adds.",
+    )
+    sub.add_argument("what", choices=("gradient-memory", "esp-resources", "import"))
 
 
 def _add_evaluate(commands) -> None:
@@ -192,6 +315,8 @@ def _train(options) -> None:
     }
     if options.num_steps is not None:
         given["spec"] = dataclasses.replace(recipe.spec, num_steps=options.num_steps)
+    if options.patch_size is not None:
+        given["model"] = dataclasses.replace(recipe.model, patch_size=options.patch_size)
     recipe = dataclasses.replace(recipe, **given)
     folder = runs.folder(recipe.name, options.seed, options.folder)
     split = teacher.load_data(recipe, options.data_dir)
@@ -207,18 +332,58 @@ def _compile(options) -> None:
     trained = teacher.load(options.folder)
     split = teacher.load_data(trained.recipe, options.data_dir)
     teacher.announce(split)
-    result = compiling.compile_teacher(
-        trained,
-        split.train,
-        num_images=options.images,
-        num_slices=options.num_slices,
-        closures=options.closures,
-        ridge=options.ridge,
-    )
+    fit = _fit_options(options, trained)
+    result = compiling.compile_teacher(trained, split.train, fit, num_images=options.images)
     print(result.report)
     path = options.artefact or options.folder / runs.ARTEFACT
     aj.save(path, result)
     print(f"saved {path}; next: python -m train evaluate {options.folder}")
+
+
+def _ablate(options) -> None:
+    trained = teacher.load(options.folder)
+    split = teacher.load_data(trained.recipe, options.data_dir)
+    teacher.announce(split)
+    table, lines = ablations.run(trained, split, rounds=options.rounds)
+    table.print(progress.console())
+    for line in lines:
+        print(line)
+    for written in table.write(options.out or options.folder, name="ablations"):
+        print(f"wrote {written}")
+
+
+def _refresh(options) -> None:
+    trained = teacher.load(options.folder)
+    split = teacher.load_data(trained.recipe, options.data_dir)
+    teacher.announce(split)
+    fit = aj.Options(
+        seed=trained.seed,
+        num_slices=options.num_slices,
+        baseline="first_step",
+        token_bias=True,
+    )
+    result = compiling.compile_teacher(trained, split.train, fit, num_images=options.images)
+    print(result.report)
+    scores = refresh.run(
+        trained,
+        result.variables,
+        split.train,
+        split.test,
+        frozen=not options.sort_gradients,
+        epochs=options.epochs,
+        learning_rate=options.learning_rate,
+    )
+    print(f"test accuracy on {len(split.test)} images after {options.epochs} extra epochs:")
+    for name, value in dataclasses.asdict(scores).items():
+        print(f"  {name:<10} {value:.4f}")
+
+
+def _bench(options) -> None:
+    {
+        "gradient-memory": memory.run,
+        "esp-resources": esp_resources.run,
+        "import": imports.run,
+    }[options.what]()
 
 
 def _evaluate(options) -> None:

@@ -1,4 +1,4 @@
-"""Compiles a trained teacher on unlabeled training images (ASAP-LS)."""
+"""Compiles a trained teacher on unlabeled training images."""
 
 from collections.abc import Iterator
 
@@ -35,40 +35,31 @@ def calibration_batches(
 def compile_teacher(
     teacher: Teacher,
     examples: Examples,
+    options: aj.Options | None = None,
     *,
     num_images: int = NUM_IMAGES,
-    num_slices: int = 32,
-    closures: str = "two_sided",
-    ridge: float = 1e-3,
-):
+) -> aj.CompileResult:
     """Fits the compiled layers of a Sinkhorn teacher.
 
     Args:
       teacher: a trained one.
       examples: the training split; labels are not looked at.
-      num_images: calibration images; a fifth of the batches is held out for the report.
-      num_slices: L, slice directions.
-      closures: ``"two_sided"`` (ASAP) or ``"one_sided"`` (ASAP-0).
-      ridge: the paper's unnormalised lambda, >= 0.
+      options: how to fit; by default the paper's ASAP-LS with the teacher's seed.
+      num_images: calibration images; a share of the batches is held out for the report.
 
     Returns:
       What ``aj.linen.compile`` returns: ``.variables`` and ``.report``.
 
     Raises:
-      UserError: the teacher's attention is not Sinkhorn, or its budget is 1.
-      ValueError: settings out of range.
+      UserError: the teacher's attention is not Sinkhorn.
+      ValueError: settings out of range, or a teacher whose budget is 1.
     """
     if teacher.recipe.attention != "sinkhorn":
         raise UserError(
             f"the checkpoint was trained with {teacher.recipe.attention} attention: only "
             f"Sinkhorn attention can be compiled"
         )
-    return aj.linen.compile(
-        models.build(teacher.recipe),
-        teacher.variables,
-        calibration_batches(teacher, examples, num_images),
-        num_slices=num_slices,
-        closures=closures,
-        ridge=ridge,
-        seed=teacher.seed,
-    )
+    options = options or aj.Options(seed=teacher.seed)
+    calibration = aj.linen.Calibration(models.build(teacher.recipe), options)
+    batches = list(calibration_batches(teacher, examples, num_images))
+    return calibration.run(teacher.variables, batches)

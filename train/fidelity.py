@@ -117,6 +117,7 @@ def measure(
     test: Examples,
     *,
     compiled: dict | None = None,
+    more: Sequence[Operator] = (),
     budgets: tuple[int, ...] = operators.BUDGETS,
     rounds: int = 30,
 ) -> Table:
@@ -127,6 +128,7 @@ def measure(
       variables: the teacher's.
       test: examples with labels.
       compiled: variables that ``aj.linen.compile`` made; None leaves the ASAP rows out.
+      more: further rows.
       budgets: Sinkhorn budgets to swap in.
       rounds: timed forward passes of each row.
 
@@ -136,7 +138,7 @@ def measure(
     teacher = operators.teacher(recipe, variables)
     rows = operators.swaps(recipe, variables, budgets)
     rows += operators.compiled(recipe, compiled) if compiled is not None else []
-    rows.append(teacher)
+    rows += [*more, teacher]
     images = recipe.pixels.normalise(test.images)
     batch = images[:BATCH_SIZE]
     num_batches = -(-len(images) // BATCH_SIZE)

@@ -77,12 +77,17 @@ def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -
 
 def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
     """ASAP-0 and ASAP, from compiled variables."""
-    rows = []
-    for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided")):
-        ended = with_closures(variables, closures)
-        attend = functools.partial(_asap, recipe.spec)
-        rows.append(Operator(name, models.build(recipe), ended, attend, _states(ended)))
-    return rows
+    return [
+        compiled_row(name, recipe, variables, closures)
+        for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided"))
+    ]
+
+
+def compiled_row(name: str, recipe: Recipe, variables: dict, closures: str) -> Operator:
+    """Compiled variables as a row, with the ending ``closures``."""
+    ended = with_closures(variables, closures)
+    attend = functools.partial(_asap, recipe.spec)
+    return Operator(name, models.build(recipe), ended, attend, _states(ended))
 
 
 def teacher(recipe: Recipe, variables: dict) -> Operator:

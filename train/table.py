@@ -101,10 +101,12 @@ class Table:
         ]
         return "\n".join(lines) + "\n"
 
-    def write(self, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-        """Writes ``fidelity.md`` and ``fidelity.json`` into ``folder`` and returns their paths."""
+    def write(
+        self, folder: pathlib.Path, name: str = "fidelity"
+    ) -> tuple[pathlib.Path, pathlib.Path]:
+        """Writes ``NAME.md`` and ``NAME.json`` into ``folder`` and returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
-        text, values = folder / "fidelity.md", folder / "fidelity.json"
+        text, values = folder / f"{name}.md", folder / f"{name}.json"
         text.write_text(self.markdown())
         values.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
         return text, values

@@ -121,7 +121,8 @@ def train(
             began = time.perf_counter()
             for count in range(start + 1, last + 1):
                 state, metrics = take_step(state, *batches.at(count - 1))
-                stop = count == last or interrupted()
+                asked = interrupted()
+                stop = asked or count == last
                 if stop or count % LOG_EVERY == 0 or count % epoch_steps == 0:
                     values = {name: float(value) for name, value in metrics.items()}
                     _check_finite(values["loss"], count, checkpoints, run)
@@ -131,7 +132,7 @@ def train(
                     report(count, f"{note}, accuracy {values['accuracy']:.2f}")
                 if stop or count % (save_every * epoch_steps) == 0:
                     checkpoints.save(state, recipe, seed)
-                if interrupted():
+                if asked:
                     raise UserError(
                         f"stopped and saved at step {count} of {total}: go on with the same "
                         f"command and --run {run} --resume"

@@ -22,6 +22,14 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def minute(tiny):
+    """``tiny`` with one layer and two Sinkhorn steps: just something to train."""
+    return dataclasses.replace(
+        tiny, model=dataclasses.replace(tiny.model, depth=1), spec=aj.SinkhornSpec(num_steps=2)
+    )
+
+
+@pytest.fixture(scope="session")
 def examples():
     """200 packaged training images."""
     return data.load("fashion_mnist", "train[:200]", data.PACKAGED)

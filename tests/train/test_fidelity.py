@@ -35,7 +35,9 @@ def trained(tiny, examples, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled(trained, examples):
-    return compiling.compile_teacher(trained, examples, num_images=100, num_slices=8).variables
+    return compiling.compile_teacher(
+        trained, examples, aj.Options(num_slices=8), num_images=100
+    ).variables
 
 
 @pytest.fixture(scope="module")

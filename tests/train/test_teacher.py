@@ -35,10 +35,10 @@ def test_a_few_true_steps_lower_the_loss(tiny, examples):
     assert int(state.step) == 8
 
 
-def test_the_step_averages_over_a_mapped_axis(tiny, examples):
+def test_the_step_averages_over_a_mapped_axis(minute, examples):
     """Two devices with half a batch each take the step of one device with the whole."""
-    model, tx = models.build(tiny), steps.optimizer(tiny, 1000)
-    images, labels = Batches(examples, tiny.pixels, 20, seed=0).at(0)
+    model, tx = models.build(minute), steps.optimizer(minute, 1000)
+    images, labels = Batches(examples, minute.pixels, 20, seed=0).at(0)
     state = steps.create(model, tx, images, seed=0)
     whole, metrics = steps.train_step(state, images, labels, model=model, tx=tx)
     halves = jax.vmap(
@@ -50,8 +50,8 @@ def test_the_step_averages_over_a_mapped_axis(tiny, examples):
     chex.assert_trees_all_close(first, whole.opt_state[0].mu, atol=1e-6)
 
 
-def test_the_learning_rate_drops_tenfold_after_each_named_epoch(tiny):
-    recipe = dataclasses.replace(tiny, learning_rate=1.0, drops=(1, 2))
+def test_the_learning_rate_drops_tenfold_after_each_named_epoch(minute):
+    recipe = dataclasses.replace(minute, learning_rate=1.0, drops=(1, 2))
     tx = steps.optimizer(recipe, steps_per_epoch=3)
     state, sizes = tx.init({"w": np.zeros(())}), []
     for _ in range(9):
@@ -60,10 +60,10 @@ def test_the_learning_rate_drops_tenfold_after_each_named_epoch(tiny):
     np.testing.assert_allclose(sizes, [1] * 3 + [0.1] * 3 + [0.01] * 3, rtol=1e-4)
 
 
-def test_a_resumed_run_ends_in_the_same_bits(tiny, examples, tmp_path):
-    whole = teacher.train(tiny, examples, tmp_path / "whole", seed=5)
-    teacher.train(tiny, examples, tmp_path / "parts", seed=5, stop_after=7)
-    parts = teacher.train(tiny, examples, tmp_path / "parts", seed=5, resume=True)
+def test_a_resumed_run_ends_in_the_same_bits(minute, examples, tmp_path):
+    whole = teacher.train(minute, examples, tmp_path / "whole", seed=5)
+    teacher.train(minute, examples, tmp_path / "parts", seed=5, stop_after=7)
+    parts = teacher.train(minute, examples, tmp_path / "parts", seed=5, resume=True)
     assert whole.step == parts.step == 20
     chex.assert_trees_all_equal(whole.variables, parts.variables)
     logged = [
@@ -73,42 +73,42 @@ def test_a_resumed_run_ends_in_the_same_bits(tiny, examples, tmp_path):
     assert logged[0] == logged[1]
 
 
-def test_a_checkpoint_gives_back_recipe_seed_step_and_parameters(tiny, examples, tmp_path):
-    trained = teacher.train(tiny, examples, tmp_path, seed=2, stop_after=3)
+def test_a_checkpoint_gives_back_recipe_seed_step_and_parameters(minute, examples, tmp_path):
+    trained = teacher.train(minute, examples, tmp_path, seed=2, stop_after=3)
     loaded = teacher.load(tmp_path)
-    assert (loaded.recipe, loaded.seed, loaded.step) == (tiny, 2, 3)
+    assert (loaded.recipe, loaded.seed, loaded.step) == (minute, 2, 3)
     chex.assert_trees_all_equal(loaded.variables, trained.variables)
 
 
-def test_only_the_newest_checkpoints_are_kept(tiny, examples, tmp_path):
-    recipe = dataclasses.replace(tiny, epochs=4, batch_size=100)
+def test_only_the_newest_checkpoints_are_kept(minute, examples, tmp_path):
+    recipe = dataclasses.replace(minute, epochs=4, batch_size=100)
     teacher.train(recipe, examples, tmp_path, save_every=1)
     names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
     assert names == ["6", "8"]
     assert checkpoints.KEPT == 2
 
 
-def test_a_half_written_checkpoint_is_not_taken_for_one(tiny, examples, tmp_path):
-    teacher.train(tiny, examples, tmp_path, stop_after=3)
+def test_a_half_written_checkpoint_is_not_taken_for_one(minute, examples, tmp_path):
+    teacher.train(minute, examples, tmp_path, stop_after=3)
     (tmp_path / "checkpoints" / "9.orbax-checkpoint-tmp-1").mkdir()
     assert teacher.load(tmp_path).step == 3
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(tiny, examples, tmp_path):
-    teacher.train(tiny, examples, tmp_path, stop_after=2)
+def test_a_folder_that_holds_a_run_is_not_overwritten(minute, examples, tmp_path):
+    teacher.train(minute, examples, tmp_path, stop_after=2)
     with pytest.raises(UserError, match=r"holds a run that got to step 2: go on with --resume"):
-        teacher.train(tiny, examples, tmp_path)
+        teacher.train(minute, examples, tmp_path)
 
 
-def test_resuming_with_another_recipe_or_seed_is_refused_by_name(tiny, examples, tmp_path):
-    teacher.train(tiny, examples, tmp_path, stop_after=2)
-    other = dataclasses.replace(tiny, learning_rate=0.5)
+def test_resuming_with_another_recipe_or_seed_is_refused_by_name(minute, examples, tmp_path):
+    teacher.train(minute, examples, tmp_path, stop_after=2)
+    other = dataclasses.replace(minute, learning_rate=0.5)
     with pytest.raises(UserError, match=r"learning_rate was 0.001 and is now 0.5; seed was 0"):
         teacher.train(other, examples, tmp_path, seed=1, resume=True)
 
 
-def test_resuming_nothing_starts_afresh(tiny, examples, tmp_path):
-    assert teacher.train(tiny, examples, tmp_path, resume=True, stop_after=1).step == 1
+def test_resuming_nothing_starts_afresh(minute, examples, tmp_path):
+    assert teacher.train(minute, examples, tmp_path, resume=True, stop_after=1).step == 1
 
 
 def test_a_folder_without_checkpoint_is_named_with_the_cure(tmp_path):
@@ -116,31 +116,31 @@ def test_a_folder_without_checkpoint_is_named_with_the_cure(tmp_path):
         teacher.load(tmp_path)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tiny, examples, tmp_path, monkeypatch):
+def test_ctrl_c_saves_and_says_how_to_go_on(minute, examples, tmp_path, monkeypatch):
     @contextlib.contextmanager
     def interrupting_bar(*_):
         yield lambda done, note: os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(teacher.progress, "bar", interrupting_bar)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(UserError, match=r"stopped and saved at step 10 of 20: .*--resume"):
-        teacher.train(tiny, examples, tmp_path)
+    with pytest.raises(UserError, match=r"stopped and saved at step 11 of 20: .*--resume"):
+        teacher.train(minute, examples, tmp_path)
     assert signal.getsignal(signal.SIGINT) is before
-    assert teacher.load(tmp_path).step == 10
+    assert teacher.load(tmp_path).step == 11
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
-    tiny, examples, tmp_path
+    minute, examples, tmp_path
 ):
-    teacher.train(tiny, examples, tmp_path, stop_after=4)
+    teacher.train(minute, examples, tmp_path, stop_after=4)
     wild = dataclasses.replace(examples, images=np.full(examples.images.shape, np.nan, np.float32))
     with pytest.raises(UserError, match=r"loss is nan at step 10; .* is of step 4"):
-        teacher.train(tiny, wild, tmp_path, resume=True)
+        teacher.train(minute, wild, tmp_path, resume=True)
     assert teacher.load(tmp_path).step == 4
 
 
-def test_metrics_are_json_lines_with_loss_accuracy_and_time(tiny, examples, tmp_path):
-    teacher.train(tiny, examples, tmp_path)
+def test_metrics_are_json_lines_with_loss_accuracy_and_time(minute, examples, tmp_path):
+    teacher.train(minute, examples, tmp_path)
     logged = lines(tmp_path)
     assert [line["step"] for line in logged] == [10, 20]
     assert all(math.isfinite(line["loss"]) for line in logged)

@@ -27,7 +27,7 @@ def images(rng):
 
 
 def test_patches_are_the_squares_of_the_image_row_by_row(rng):
-    image = rng.normal(size=(2, 6, 4, 3))
+    image = rng.normal(size=(2, 6, 4, 3)).astype(np.float32)
     cut = patches(image, 2)
     assert cut.shape == (2, 6, 12)
     np.testing.assert_array_equal(cut[1, 3].reshape(2, 2, 3), image[1, 2:4, 2:4])

@@ -1,0 +1,521 @@
+"""Sinkhorn attention as `attention_fn` of stock linen attention: drop-in, recording, transforms."""
+
+import functools
+
+import chex
+import flax.errors
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import asap_jax as aj
+
+SPEC = aj.SinkhornSpec(num_steps=4)
+BATCH, LENGTH, FEATURES, HEADS, DEPTH = 2, 6, 8, 2, 3
+COLLECTIONS = {"asap": 0, "asap_capture": 0}
+CURE = r"variable_axes=.*'asap': 0, 'asap_capture': 0"
+
+
+def attention(attention_fn=None, **settings):
+    attention_fn = attention_fn or aj.linen.SinkhornAttention(SPEC)
+    return nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, **settings)
+
+
+def data(rng, count=3):
+    return [problems.normal(rng, BATCH, LENGTH, FEATURES) for _ in range(count)]
+
+
+def shaken(rng, params):
+    """Parameters with no zero among them, so that a forgotten bias shows."""
+    return jax.tree.map(lambda p: p + problems.normal(rng, *p.shape, size=0.3), params)
+
+
+def project(params, x):
+    """The head projections of stock attention, by hand."""
+
+    def dense(name, norm):
+        p = params[name]
+        y = jnp.einsum("bnf,fhd->bnhd", x, p["kernel"]) + p["bias"][None, None]
+        if norm in params:
+            y = nn.LayerNorm(use_bias=False).apply({"params": params[norm]}, y)
+        return y
+
+    return dense("query", "query_ln"), dense("key", "key_ln"), dense("value", "")
+
+
+def output(params, heads):
+    return jnp.einsum("bnhd,hdf->bnf", heads, params["kernel"]) + params["bias"][None, None]
+
+
+class Block(nn.Module):
+    """A residual attention layer in the calling convention of `nn.scan`."""
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        return x + attention(name="attention")(x, mask=mask), None
+
+
+class Loop(nn.Module):
+    """Layers one after another, each under its own name."""
+
+    block: type[nn.Module] = Block
+    depth: int = DEPTH
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        for i in range(self.depth):
+            x, _ = self.block(name=f"layer_{i}")(x, mask)
+        return x
+
+
+class Scan(nn.Module):
+    """The same layers under `nn.scan`, after `outside` layers that are not."""
+
+    axes: tuple = tuple(COLLECTIONS.items())
+    block: type[nn.Module] = Block
+    outside: int = 0
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        for i in range(self.outside):
+            x, _ = Block(name=f"layer_{i}")(x, mask)
+        layers = nn.scan(
+            self.block,
+            variable_axes={"params": 0, **dict(self.axes)},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=DEPTH,
+        )
+        return layers(name="layers")(x, mask)[0]
+
+
+class Ensemble(nn.Module):
+    """Layers side by side under `nn.vmap`, each with its own parameters."""
+
+    axes: tuple = tuple(COLLECTIONS.items())
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        layers = nn.vmap(
+            Block,
+            variable_axes={"params": 0, **dict(self.axes)},
+            split_rngs={"params": True},
+            in_axes=(0, None),
+        )
+        x = jnp.stack([x, 2 * x, 3 * x])
+        return layers(name="layers")(x, mask)[0].sum(0)
+
+
+class Unrolled(nn.Module):
+    """`Ensemble` without `nn.vmap`."""
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        outs = [Block(name=f"layer_{i}")((i + 1) * x, mask)[0] for i in range(DEPTH)]
+        return functools.reduce(jnp.add, outs)
+
+
+STACKS = {
+    "scan": (Scan(), Loop()),
+    "remat and scan": (Scan(block=nn.remat(Block, prevent_cse=False)), Loop()),
+    "vmap": (Ensemble(), Unrolled()),
+}
+
+
+def stacked(rng, kind):
+    """(stack, its variables, the same layers unrolled, their variables)."""
+    stack, loop = STACKS[kind]
+    params = stack.init(jax.random.key(0), jnp.ones((BATCH, LENGTH, FEATURES)))["params"]
+    params = shaken(rng, params)
+    layers = {f"layer_{i}": jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(3)}
+    return stack, {"params": params}, loop, {"params": layers}
+
+
+def compile_model(model, variables, batches, **settings):
+    return aj.linen.compile(model, variables, batches, num_slices=4, **settings)
+
+
+# ------------------------------------------------------------------------------- a drop-in layer
+
+
+@pytest.mark.parametrize("normalize_qk", [False, True])
+def test_parameters_are_those_of_stock_attention(normalize_qk):
+    x = jnp.ones((BATCH, LENGTH, FEATURES))
+    stock = nn.MultiHeadDotProductAttention(HEADS, normalize_qk=normalize_qk)
+    ours = attention(normalize_qk=normalize_qk).init(jax.random.key(0), x)
+    chex.assert_trees_all_equal(ours, stock.init(jax.random.key(0), x))
+
+
+def test_init_leaves_parameters_only():
+    x = jnp.ones((BATCH, LENGTH, FEATURES))
+    for model in (attention(), Loop(), Scan()):
+        assert set(model.init(jax.random.key(0), x)) == {"params"}
+
+
+@pytest.mark.parametrize("normalize_qk", [False, True])
+def test_output_is_sinkhorn_attention_on_the_projections(rng, normalize_qk):
+    layer = attention(normalize_qk=normalize_qk)
+    (x,) = data(rng, 1)
+    params = shaken(rng, layer.init(jax.random.key(0), x)["params"])
+    q, k, v = project(params, x)
+    expected = output(params["out"], aj.sinkhorn_attention(q, k, v, spec=SPEC))
+    chex.assert_trees_all_close(layer.apply({"params": params}, x), expected, atol=2e-6)
+
+
+def test_cross_attention_of_other_lengths(rng):
+    layer = attention()
+    x, y = problems.normal(rng, 2, 6, FEATURES), problems.normal(rng, 2, 9, FEATURES)
+    params = shaken(rng, layer.init(jax.random.key(0), x, y)["params"])
+    (q, _, _), (_, k, v) = project(params, x), project(params, y)
+    expected = output(params["out"], aj.sinkhorn_attention(q, k, v, spec=SPEC))
+    chex.assert_trees_all_close(layer.apply({"params": params}, x, y), expected, atol=2e-6)
+
+
+VALID = np.arange(LENGTH) < np.array([LENGTH, 4])[:, None]
+MASKS = {
+    "tokens, float32": nn.make_attention_mask(VALID, VALID),
+    "keys, bool": VALID[:, None, None, :],
+    "keys of one example": VALID[1][None, None, None, :],
+    "entry by entry": problems.random_mask(
+        np.random.default_rng(1), BATCH, HEADS, LENGTH, LENGTH
+    ),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_masks_reach_the_operator(rng, mask):
+    layer = attention()
+    (x,) = data(rng, 1)
+    variables = {"params": shaken(rng, layer.init(jax.random.key(0), x)["params"])}
+    q, k, v = project(variables["params"], x)
+    heads = aj.sinkhorn_attention(q, k, v, mask=mask, spec=SPEC)
+    masked = layer.apply(variables, x, mask=jnp.asarray(mask))
+    chex.assert_trees_all_close(masked, output(variables["params"]["out"], heads), atol=2e-6)
+    assert jnp.abs(masked - layer.apply(variables, x)).max() > 1e-2
+
+
+def test_sow_weights_sows_what_return_weights_returns(rng):
+    layer = attention()
+    (x,) = data(rng, 1)
+    variables = layer.init(jax.random.key(0), x)
+    mask = jnp.asarray(MASKS["keys, bool"])
+    _, state = layer.apply(variables, x, mask=mask, sow_weights=True, mutable=["intermediates"])
+    (sown,) = state["intermediates"]["attention_weights"]
+    q, k, v = project(variables["params"], x)
+    _, weights = aj.sinkhorn_attention(q, k, v, mask=mask, spec=SPEC, return_weights=True)
+    chex.assert_trees_all_close(sown, weights, atol=1e-6)
+    np.testing.assert_array_equal(sown[1, :, :, 4:], 0)
+
+
+def test_plain_functions_serve_as_attention_fn(rng):
+    (x,) = data(rng, 1)
+    layer = attention()
+    variables = layer.init(jax.random.key(0), x)
+    plain = attention(functools.partial(aj.sinkhorn_attention, spec=SPEC))
+    chex.assert_trees_all_equal(plain.init(jax.random.key(0), x), variables)
+    chex.assert_trees_all_close(plain.apply(variables, x), layer.apply(variables, x), atol=1e-6)
+
+
+def test_the_compiled_layer_is_asap_attention(rng):
+    batches = data(rng)
+    layer = attention()
+    variables = layer.init(jax.random.key(0), batches[0])
+    result = compile_model(layer, variables, batches)
+    state = result.states["attention_fn"]
+    plain = attention(
+        functools.partial(
+            aj.asap_attention, predictor=state.predictor, spec=SPEC, closures="two_sided"
+        )
+    )
+    mask = jnp.asarray(MASKS["tokens, float32"])
+    compiled = layer.apply(result.variables, batches[0], mask=mask)
+    expected = plain.apply(variables, batches[0], mask=mask)
+    chex.assert_trees_all_close(compiled, expected, atol=1e-6)
+    assert jnp.abs(compiled - layer.apply(variables, batches[0], mask=mask)).max() > 1e-4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bfloat16_layers_stay_close_to_float32(rng, compiled):
+    batches = data(rng)
+    layer = attention(dtype=jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), batches[0])
+    predictor = aj.Predictor(
+        directions=aj.slice_directions(0, 4, FEATURES // HEADS), coefficients=jnp.full(4, 0.5)
+    )
+    operator = functools.partial(aj.sinkhorn_attention, spec=SPEC)
+    if compiled:
+        state = aj.CompiledState(predictor, spec=SPEC)
+        variables = {**variables, "asap": {"attention_fn": {"state": state}}}
+        operator = functools.partial(aj.asap_attention, predictor=predictor, spec=SPEC)
+    out, state = layer.apply(variables, batches[0], mutable=["asap_capture"])
+    chex.assert_type(out, jnp.bfloat16)
+    record = state["asap_capture"]["attention_fn"]["record"]
+    chex.assert_type([record.query, record.key, record.value], jnp.bfloat16)
+    wide = operator(*(x.astype(jnp.float32) for x in (record.query, record.key, record.value)))
+    exact = output(jax.tree.map(jnp.asarray, variables["params"]["out"]), wide)
+    chex.assert_trees_all_close(out.astype(jnp.float32), exact, atol=2e-2)
+
+
+# ------------------------------------------------------------------------------ dropout, refusals
+
+
+def test_deterministic_dropout_is_no_dropout(rng):
+    (x,) = data(rng, 1)
+    layer = attention(dropout_rate=0.5)
+    variables = layer.init(jax.random.key(0), x, deterministic=True)
+    out = layer.apply(variables, x, deterministic=True)
+    chex.assert_trees_all_equal(out, layer.apply(variables, x, deterministic=True))
+    chex.assert_trees_all_equal(out, attention().apply(variables, x))
+
+
+def test_dropout_follows_its_rng(rng):
+    (x,) = data(rng, 1)
+    layer = attention(dropout_rate=0.5, deterministic=False)
+    variables = attention().init(jax.random.key(0), x)
+    one, again, other = (
+        layer.apply(variables, x, rngs={"dropout": jax.random.key(seed)}) for seed in (1, 1, 2)
+    )
+    chex.assert_trees_all_equal(one, again)
+    assert jnp.abs(one - other).max() > 1e-3
+    assert jnp.abs(one - attention().apply(variables, x)).max() > 1e-3
+
+
+def test_dropout_without_an_rng_is_refused(rng):
+    (x,) = data(rng, 1)
+    variables = attention().init(jax.random.key(0), x)
+    with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
+        attention(dropout_rate=0.5).apply(variables, x, deterministic=False)
+    q, k, v = project(variables["params"], x)
+    with pytest.raises(ValueError, match="dropout_rng"):
+        aj.linen.SinkhornAttention(SPEC).apply(
+            {}, q, k, v, dropout_rate=0.5, deterministic=False
+        )
+
+
+def test_dropout_survives_when_every_collection_is_mutable(rng):
+    (x,) = data(rng, 1)
+    layer = attention(dropout_rate=0.5, deterministic=False)
+    variables = attention().init(jax.random.key(0), x)
+    step = functools.partial(layer.apply, variables, x, rngs={"dropout": jax.random.key(1)})
+    out, _ = step(mutable=True)
+    chex.assert_trees_all_equal(out, step(mutable=["batch_stats"])[0])
+
+
+def test_decoding_one_query_at_a_time_is_refused(rng):
+    (x,) = data(rng, 1)
+    layer = attention(decode=True)
+
+    def decode_first_token():
+        variables = layer.init(jax.random.key(0), x)
+        layer.apply(variables, x[:, :1], mutable=["cache"])
+
+    with pytest.raises(ValueError, match="decode"):
+        decode_first_token()
+
+
+def test_causal_attention_and_other_einsums_are_refused(rng):
+    q, k, v = problems.attention_inputs(rng, queries=5)
+    with pytest.raises(ValueError, match="is_causal=True is refused"):
+        aj.linen.SinkhornAttention(SPEC).apply({}, q, k, v, is_causal=True)
+    layer = attention(qk_attn_weights_einsum_cls=lambda: jnp.einsum)
+    with pytest.raises(ValueError, match="qk_attn_weights_einsum"):
+        layer.init(jax.random.key(0), data(rng, 1)[0])
+
+
+def test_a_state_of_another_spec_is_refused(rng):
+    batches = data(rng)
+    layer = attention()
+    variables = compile_model(layer, layer.init(jax.random.key(0), batches[0]), batches).variables
+    other = attention(aj.linen.SinkhornAttention(aj.SinkhornSpec(num_steps=6)))
+    with pytest.raises(ValueError, match=r"'attention_fn' has .*num_steps=6.*num_steps=4"):
+        other.apply(variables, batches[0])
+
+
+# -------------------------------------------------------------------------------------- recording
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_record_holds_the_inputs_of_the_call(rng, transform):
+    (x,) = data(rng, 1)
+    layer = attention()
+    params = shaken(rng, layer.init(jax.random.key(0), x)["params"])
+    mask = jnp.asarray(MASKS["tokens, float32"])
+    run = transform(lambda p, x: layer.apply({"params": p}, x, mask=mask, mutable="asap_capture"))
+    out, state = run(params, x)
+    record = state["asap_capture"]["attention_fn"]["record"]
+    chex.assert_trees_all_close((record.query, record.key, record.value), project(params, x))
+    chex.assert_trees_all_equal(record.mask, mask)
+    assert (record.bias, record.spec, record.stack) == (None, SPEC, ())
+    chex.assert_trees_all_close(out, layer.apply({"params": params}, x, mask=mask), atol=1e-6)
+
+
+def test_nothing_is_recorded_unless_asked(rng):
+    (x,) = data(rng, 1)
+    layer = attention()
+    _, state = layer.apply(layer.init(jax.random.key(0), x), x, mutable=["intermediates"])
+    assert not jax.tree.leaves(state)
+
+
+def test_dropout_is_off_while_recording(rng):
+    (x,) = data(rng, 1)
+    variables = attention().init(jax.random.key(0), x)
+    out, _ = attention(dropout_rate=0.5, deterministic=False).apply(
+        variables, x, rngs={"dropout": jax.random.key(1)}, mutable=["asap_capture"]
+    )
+    chex.assert_trees_all_close(out, attention().apply(variables, x), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_a_stack_records_layer_by_layer(rng, kind):
+    stack, stack_variables, loop, loop_variables = stacked(rng, kind)
+    (x,) = data(rng, 1)
+    mask = jnp.asarray(MASKS["tokens, float32"])
+    record = lambda model, v: jax.jit(functools.partial(model.apply, mutable=["asap_capture"]))(
+        v, x, mask
+    )[1]["asap_capture"]
+    together = record(stack, stack_variables)["layers"]["SinkhornAttention_0"]["record"]
+    assert together.stack == (DEPTH,)
+    for i, found in enumerate(record(loop, loop_variables).values()):
+        single = found["SinkhornAttention_0"]["record"]
+        arrays = lambda r: (r.query, r.key, r.value, r.mask)
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], arrays(together))
+        chex.assert_trees_all_close(layer, arrays(single), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng, kind):
+    stack, stack_variables, loop, loop_variables = stacked(rng, kind)
+    batches = data(rng)
+    together = compile_model(stack, stack_variables, batches)
+    single = compile_model(loop, loop_variables, batches)
+    path = "layers/SinkhornAttention_0"
+    assert list(together.states) == [path]
+    assert list(together.report.layers) == [f"{path}[{i}]" for i in range(DEPTH)]
+    for i, (layer, state) in enumerate(single.states.items()):
+        found = jax.tree.map(lambda leaf, i=i: leaf[i], together.states[path])
+        chex.assert_trees_all_close(found, state, rtol=1e-4, atol=1e-5)
+        for operator, row in single.report.layers[layer].rows.items():
+            figures = together.report.layers[f"{path}[{i}]"].rows[operator]
+            chex.assert_trees_all_close(figures, row, rtol=1e-3, atol=1e-5)
+    x = batches[0]
+    outs = stack.apply(together.variables, x), loop.apply(single.variables, x)
+    chex.assert_trees_all_close(*outs, atol=1e-4)
+    assert jnp.abs(outs[0] - stack.apply(stack_variables, x)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "block", [nn.remat(Block), nn.jit(Block), nn.jit(nn.remat(Block))],
+    ids=["remat", "jit", "jit of remat"],
+)  # fmt: skip
+def test_layers_inside_lifted_transforms_compile(rng, block):
+    batches = data(rng)
+    model, plain = Loop(block, depth=1), Loop(depth=1)
+    variables = plain.init(jax.random.key(0), batches[0])
+    result = compile_model(model, variables, batches)
+    expected = compile_model(plain, variables, batches)
+    assert list(result.states) == list(expected.states)
+    chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
+    out = model.apply(result.variables, batches[0])
+    chex.assert_trees_all_close(out, plain.apply(expected.variables, batches[0]), atol=1e-5)
+
+
+def test_a_jitted_layer_compiles_again(rng):
+    """The second time its trace comes from a cache."""
+    batches = data(rng)
+    model = Loop(nn.jit(Block), depth=1)
+    variables = model.init(jax.random.key(0), batches[0])
+    first, second = (compile_model(model, variables, batches) for _ in range(2))
+    chex.assert_trees_all_equal(second.states, first.states)
+
+
+# ------------------------------------------------------------------- traps that must not be silent
+
+
+class SharedAttribute(nn.Module):
+    """Two layers that were given one instance."""
+
+    @nn.compact
+    def __call__(self, x):
+        attention_fn = aj.linen.SinkhornAttention(SPEC)
+        for _ in range(2):
+            x = x + attention(attention_fn)(x)
+        return x
+
+
+class SharedLayer(nn.Module):
+    """One whole layer called twice."""
+
+    def setup(self):
+        self.attention = attention()
+
+    def __call__(self, x):
+        return self.attention(self.attention(x))
+
+
+@pytest.mark.parametrize("model", [SharedAttribute(), SharedLayer()], ids=["instance", "layer"])
+def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
+    batches = data(rng)
+    variables = model.init(jax.random.key(0), batches[0])
+    model.apply(variables, batches[0])
+    with pytest.raises(ValueError, match="Build one SinkhornAttention per layer") as error:
+        compile_model(model, variables, batches)
+    path = {SharedAttribute: "SinkhornAttention_0", SharedLayer: "attention/attention_fn"}
+    assert path[type(model)] in str(error.value)
+
+
+@pytest.mark.parametrize("axes", [{}, {"asap": 0}, {"asap_capture": 0}], ids=str)
+@pytest.mark.parametrize("make", [Scan, functools.partial(Scan, outside=1), Ensemble],
+                         ids=["scan", "scan after a plain layer", "vmap"])  # fmt: skip
+def test_a_transform_that_drops_a_collection_is_an_error_with_the_cure(rng, make, axes):
+    batches = data(rng)
+    model = make(axes=tuple(axes.items()))
+    variables = model.init(jax.random.key(0), batches[0])
+    with pytest.raises(ValueError, match=CURE) as error:
+        compile_model(model, variables, batches)
+    assert "'layers/SinkhornAttention_0'" in str(error.value)
+
+
+def test_the_cure_cures(rng):
+    batches = data(rng)
+    model = Scan(outside=1)
+    variables = model.init(jax.random.key(0), batches[0])
+    result = compile_model(model, variables, batches)
+    assert list(result.states) == ["layer_0/SinkhornAttention_0", "layers/SinkhornAttention_0"]
+
+
+def test_a_collection_scanned_over_another_axis_is_an_error(rng):
+    """With as many slices as layers the shapes would fit."""
+    batches = data(rng)
+    model = Scan(axes=(("asap", 1), ("asap_capture", 0)))
+    variables = model.init(jax.random.key(0), batches[0])
+    with pytest.raises(ValueError, match="asap"):
+        aj.linen.compile(model, variables, batches, num_slices=DEPTH)
+
+
+def test_a_record_scanned_over_another_axis_is_an_error(rng):
+    """With as many examples as layers the shapes would fit."""
+    batches = [problems.normal(rng, DEPTH, LENGTH, FEATURES) for _ in range(3)]
+    model = Scan(axes=(("asap", 0), ("asap_capture", 1)))
+    variables = model.init(jax.random.key(0), batches[0])
+    with pytest.raises(ValueError, match="asap_capture"):
+        compile_model(model, variables, batches)
+
+
+def test_mapping_one_layer_over_examples_is_an_error_with_the_cure(rng):
+    """Records then have an axis of examples, which is no axis of layers."""
+
+    class OverExamples(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"params": None, "asap": None, "asap_capture": 0}
+            block = nn.vmap(Block, variable_axes=axes, split_rngs={"params": False})
+            return block(name="block")(x)[0]
+
+    batches = data(rng)
+    model = OverExamples()
+    variables = model.init(jax.random.key(0), batches[0])
+    with pytest.raises(ValueError, match="variable_axes"):
+        compile_model(model, variables, batches)
