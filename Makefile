@@ -1,12 +1,12 @@
 # Every target sets up its own virtual environment when there is none, and is quick the second time.
 #
 #   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
-#   make test   run the whole test suite (PYTEST_ARGS adds options, e.g. PYTEST_ARGS="-k masks")
+#   make test   run the whole test suite in two processes (PYTEST_ARGS="-k masks" for other options)
 #   make lint   check style and formatting
 #   make clean  remove the virtual environment
 
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
 
 VENV := .venv
 BIN := $(VENV)/bin

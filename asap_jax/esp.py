@@ -82,8 +82,8 @@ def esp_attention(
     masked entries are set to 0 without renormalising.
 
     Lengths. If n queries and m keys are active and n differs from m, soft ranks are joined by the
-    optimal plan between n and m equal masses on a line (``softsort.rank_coupling``), so a
-    query rank meets the keys of its quantiles; rows then sum to 1 and columns to n / m.
+    optimal plan between n and m equal masses on a line (``softsort.rank_coupling``, rows summing
+    to 1 and columns to n / m), so a query rank meets the keys of its quantiles.
     ``"hard"`` is refused, and where the counts are traced ranks without a partner give 0.
 
     Memory. ``"streaming"`` makes the plan of one slice at a time, forward and backward, and keeps
@@ -193,12 +193,14 @@ def expected_plan(
     b = sliced_plans.project(k, directions, None if active is None else active.key)
     distance = scale * sliced_plans.distances(q, k)
     distance = distance - jax.lax.stop_gradient(distance.mean((-2, -1), keepdims=True))
+    zero = jnp.zeros_like(distance[..., 0, 0])
+    inverse_temperature = inverse_temperature + zero
     if mode == "hard":
         support = sliced_plans.Support(*(active or ()))
         return sliced_plans.hard_plan(a, b, distance, support, inverse_temperature)
     support = _support(active, q.shape[-2], k.shape[-2], q.dtype)
     floor = math.sqrt(float(jnp.finfo(q.dtype).tiny))
-    sharpness = scale**2 / jnp.maximum(temperature, jnp.asarray(floor, q.dtype))
+    sharpness = scale**2 / jnp.maximum(temperature, jnp.asarray(floor, q.dtype)) + zero
     dense = implementation == "dense"
     average = sliced_plans.dense_soft_plan if dense else sliced_plans.streaming_soft_plan
     harden = mode == "hard_released"

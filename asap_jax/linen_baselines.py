@@ -15,8 +15,8 @@ class DiffAttention(nn.Module):
     """Differential attention as ``attention_fn`` of stock linen attention.
 
     ``nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=DiffAttention(depth=2))``: one
-    instance per layer. Its parameters, beside those of stock attention, under ``attention_fn``:
-    the vectors ``lambda_q1``, ``lambda_k1``, ``lambda_q2``, ``lambda_k2`` ``(head_dim,)``, normal
+    instance per layer. It adds to the parameters of stock attention, which are unchanged, the
+    vectors ``lambda_q1``, ``lambda_k1``, ``lambda_q2``, ``lambda_k2`` ``(head_dim,)``, normal
     with deviation 0.1, and the norm's ``scale`` ``(2 value_dim,)``, ones.
 
     Attributes:

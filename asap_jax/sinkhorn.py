@@ -46,9 +46,11 @@ def sinkhorn_duals(
       SinkhornDuals, in units of the scores (epsilon times log scalings).
 
     Raises:
-      ValueError: ``before_end`` out of range, a mask that does not fit.
+      ValueError: scores that are no matrix, ``before_end`` out of range, a mask that does not fit.
     """
     scores = checks.at_least_f32(checks.real_array("scores", scores))
+    if scores.ndim < 2:
+        raise ValueError(f"scores of shape {scores.shape} must be (..., N, M)")
     mask = masks.combine(masks.as_mask(mask, scores.shape), ~jnp.isneginf(scores))
     kernel = ctransform.log_kernel(scores, spec.epsilon, mask)
     target = closures.log_key_target(spec.key_mass, mask, scores.shape, scores.dtype)

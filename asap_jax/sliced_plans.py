@@ -3,6 +3,7 @@
 Each slice sorts the projections of queries and keys and matches ranks, which gives a plan Gamma_l
 ``(..., N, M)`` of cost ``c_l = sum_ij D_ij Gamma_l,ij``. The result is the average of the plans
 under weights ``exp(-T (c_l - min c))``. Projections carry the slices in front: ``(L, ..., N)``.
+``sharpness`` (of SoftSort) and ``inverse_temperature`` (T) have one value a problem: ``(...)``.
 """
 
 from __future__ import annotations
@@ -101,11 +102,10 @@ def dense_soft_plan(
     one = lambda a, b: soft_plan(a, b, support, sharpness, harden=harden, precision=precision)
     plans = jax.vmap(one)(a, b)
     costs = jax.vmap(plan_cost, in_axes=(None, 0))(distance, plans)
-    weights = jax.nn.softmax(-inverse_temperature * costs, axis=0)
+    weights = jax.nn.softmax(-inverse_temperature[None] * costs, axis=0)
     return jnp.sum(weights[..., None, None] * plans, axis=0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def streaming_soft_plan(
     a, b, distance, support: Support, sharpness, inverse_temperature, harden, precision
 ) -> jax.Array:
@@ -116,6 +116,16 @@ def streaming_soft_plan(
     ``dA/dGamma_l`` and ``dA/dc_l`` need nothing else. Memory does not grow with L but for the
     projections. Forward mode is not defined; use ``dense_soft_plan``.
     """
+    # Under shard_map a cotangent is sharded as the problems are: so must what it belongs to be,
+    # also where, say, the keys came in replicated.
+    zero = jnp.zeros_like(distance[..., 0, 0])[None, ..., None]
+    return _streaming(
+        a + zero, b + zero, distance, support, sharpness, inverse_temperature, harden, precision
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _streaming(a, b, distance, support, sharpness, inverse_temperature, harden, precision):
     return _streaming_forward(
         a, b, distance, support, sharpness, inverse_temperature, harden, precision
     )[0]
@@ -139,7 +149,7 @@ def _streaming_forward(
     start = (jnp.full_like(none, jnp.inf), none, jnp.zeros_like(distance))
     (least, total, mean), costs = jax.lax.scan(add, start, (a, b))
     mean = mean / total[..., None, None]
-    weights = jnp.exp(-inverse_temperature * (costs - least[None])) / total[None]
+    weights = jnp.exp(-inverse_temperature[None] * (costs - least[None])) / total[None]
     return mean, (a, b, distance, support, sharpness, inverse_temperature, costs, weights, mean)
 
 
@@ -163,11 +173,11 @@ def _streaming_backward(harden, precision, saved, pulled):
     (d_distance, d_sharpness), (d_a, d_b, gain) = jax.lax.scan(add, start, (a, b, weights))
     # d weight_l / dT = -weight_l (c_l - mean c), the mean under the weights.
     lag = costs - jnp.sum(weights * costs, axis=0, keepdims=True)
-    d_inverse_temperature = -jnp.sum(weights * lag * gain)
+    d_inverse_temperature = -jnp.sum(weights * lag * gain, axis=0)
     return d_a, d_b, d_distance, None, d_sharpness, d_inverse_temperature
 
 
-streaming_soft_plan.defvjp(_streaming_forward, _streaming_backward)
+_streaming.defvjp(_streaming_forward, _streaming_backward)
 
 
 def hard_plan(a, b, distance, support: Support, inverse_temperature) -> jax.Array:

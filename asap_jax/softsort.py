@@ -20,7 +20,7 @@ def soft_permutation(
 
     Args:
       x: values ``(..., N)``; valid: bool ``(..., N)``, or None for all.
-      sharpness: scalar > 0, the inverse of the temperature.
+      sharpness: > 0, one per problem ``(...)``, the inverse of the temperature.
       harden: put all of row r on its largest entry: the one nearest to ``x_(r)``, the first of
         equals, so values that occur twice leave an entry unused. The gradient stays that of the
         relaxation (straight through).
@@ -35,7 +35,7 @@ def soft_permutation(
         used = rank < valid.sum(-1, keepdims=True)
         ordered = jnp.where(used, ordered, jnp.zeros_like(ordered))
     square = jnp.square(ordered[..., :, None] - x[..., None, :])
-    soft = jnp.exp(-sharpness * square)
+    soft = jnp.exp(-sharpness[..., None, None] * square)
     if valid is not None:
         allowed = used[..., :, None] & valid[..., None, :]
         soft = jnp.where(allowed, soft, jnp.zeros_like(soft))

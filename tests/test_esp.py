@@ -476,6 +476,21 @@ def test_remat_and_scan_over_layers_change_nothing(rng):
     chex.assert_trees_all_close(out, block(block(q)), atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_runs_sharded_over_examples_with_keys_that_are_not(rng, mode):
+    q, k, v = inputs(rng)
+    loss = lambda q, k, v: jnp.sum(jnp.sin(esp_attention(q, k, v, mode=mode)))
+    gradient = jax.grad(loss, (0, 2))
+    mesh = jax.make_mesh((2,), ("examples",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = jax.sharding.PartitionSpec("examples"), jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(split, whole, split), out_specs=(split, split)
+    )
+    grads = jax.block_until_ready(jax.jit(sharded)(q, k[:1], v))
+    expected = jax.jit(gradient)(q, jnp.repeat(k[:1], 2, 0), v)
+    chex.assert_trees_all_close(grads, expected, atol=1e-4)
+
+
 def test_forward_mode_is_had_from_the_dense_form(rng):
     q, k, v = inputs(rng)
     function = lambda q: esp_attention(q, k, v, implementation="dense")

@@ -1,6 +1,7 @@
 """The convex plan-KL fit: the objective, the minimiser, its report, and both ways to drive it."""
 
 import dataclasses
+import functools
 
 import chex
 import flax.linen as nn
@@ -198,13 +199,19 @@ def test_objective_is_epsilon_times_the_plan_kl(rng, x64):
 
 
 def test_objective_keeps_its_digits_close_to_the_teacher_in_single_precision(rng):
-    """A plan KL of 1e-6 next to log-sums of about ten: all of it would be lost by subtracting."""
+    """An excess of 2e-5 next to log-sums of thirty: subtracting those would leave nothing of it."""
     x, y, s, shift = random_problem(rng, "float32")
-    x = jnp.concatenate([x, y[..., None]], -1)
+    s, x = s + 30.0, jnp.concatenate([x, y[..., None]], -1)
     w = jnp.concatenate([2e-3 * coefficients(rng, dtype="float32"), jnp.ones(1)])
-    exact = Objective(x, y, s + 30.0, shift, ridge=0.0).value(np.asarray(w, np.float64))
-    assert 1e-7 < exact < 1e-4
-    np.testing.assert_allclose(objective(w, x, y, s + 30.0, shift, ridge=0.0), exact, rtol=2e-3)
+    exact = Objective(x, y, s, shift, ridge=0.0)
+    value = exact.value(np.asarray(w, np.float64))
+    assert 1e-5 < value < 1e-4
+    kernel = s - shift[..., None]
+    log_sums = [jax.nn.logsumexp(kernel + f[..., None], -2).mean(-1) for f in (x @ w, y)]
+    naive = jnp.sum(log_sums[0] - log_sums[1])
+    naive = naive - jnp.sum(jnp.asarray(exact.rows.reshape(y.shape), jnp.float32) * (x @ w - y))
+    assert abs(float(naive) - value) > 0.1 * value
+    np.testing.assert_allclose(objective(w, x, y, s, shift, ridge=0.0), value, rtol=0.05)
 
 
 def test_objective_takes_coefficients_per_head(rng, x64):
@@ -299,8 +306,9 @@ class Fitted:
     settings: dict
 
 
-def fitted(name, seed, dtype="float32"):
-    """Fits one of the layers."""
+@functools.cache
+def fitted(name, seed, dtype):
+    """Fits one of the layers; once, for all tests that look at the fit."""
     arrays, mask = layer(seed, dtype, **LAYERS[name])
     settings = dict(
         epsilon=LAYERS[name].get("epsilon", 1.0),
@@ -360,7 +368,7 @@ def test_the_report_of_a_fit_is_true(dtype, name, seed):
     np.testing.assert_allclose(fit.objective, exact.value(case.w), rtol=rtol)
     np.testing.assert_allclose(fit.objective_ls, exact.value(case.start), rtol=rtol)
     p, p_hat = exact.plan(exact.y), exact.plan(exact.x @ case.w)
-    divergence = np.where(p > 0, p * np.log(np.where(p > 0, p / p_hat, 1.0)), 0.0)
+    divergence = p * (np.log(np.where(p > 0, p, 1.0)) - np.log(np.where(p > 0, p_hat, 1.0)))
     np.testing.assert_allclose(fit.plan_kl, divergence.sum((-2, -1)).mean(), rtol=rtol)
 
 
@@ -414,40 +422,24 @@ def minimise(parts, *, in_memory, per_head=False, max_steps=kl.MAX_STEPS, epsilo
     )
 
 
-@pytest.mark.parametrize("max_steps", [1, 4])
-def test_a_capped_fit_says_so(dtype, max_steps):
-    arrays, mask = layer(0, dtype.name, size=3.0)
-    fit = minimise([(arrays, mask)], in_memory=True, max_steps=max_steps)
-    assert (fit.reason, fit.num_steps) == ("cap", max_steps)
+CAP = 4
+
+
+@pytest.mark.parametrize(
+    ("size", "enough"), [(3.0, ()), (0.5, ("float32",))], ids=["sharp", "soft"]
+)
+def test_a_capped_fit_tells_whether_it_converged(dtype, size, enough):
+    """Four steps are enough for the soft layer by the tolerance of single precision only."""
+    arrays, mask = layer(0, dtype.name, size=size)
+    fit = minimise([(arrays, mask)], in_memory=True, max_steps=CAP)
+    assert (fit.reason, fit.num_steps) == ("cap", CAP)
     exact = Objective(*arrays)
     w = np.asarray(fit.coefficients, np.float64)
     ratio = norm(exact.gradient(w)) / norm(exact.gradient(0 * w))
-    assert ratio > 1e-3
-    np.testing.assert_allclose(fit.gradient_ratio, ratio, rtol=1e-3)
-    assert not fit.converged
+    np.testing.assert_allclose(fit.gradient_ratio, ratio, rtol=1e-2, atol=1e-6)
+    assert fit.converged == (ratio <= {"float32": 1e-4, "float64": 1e-8}[dtype.name])
+    assert fit.converged == (dtype.name in enough)
     assert exact.value(w) < exact.value(least_squares(exact))
-
-
-def test_a_capped_fit_may_have_converged(x64):
-    """Between the tolerances of the two precisions: enough for one, not for the other."""
-    arrays, mask = layer(0, size=0.5)
-    twice = tuple(a.astype(jnp.float64) for a in arrays)
-    exact = Objective(*arrays)
-    told = {}
-    for steps in (1, 4):
-        for data in (arrays, twice):
-            fit = minimise([(data, mask)], in_memory=False, max_steps=steps)
-            w = np.asarray(fit.coefficients, np.float64)
-            ratio = norm(exact.gradient(w)) / norm(exact.gradient(0 * w))
-            limit = 1e-4 if data is arrays else 1e-8
-            assert fit.converged == (ratio <= limit)
-            told[fit.coefficients.dtype.name, steps] = fit.converged
-    assert told == {
-        ("float32", 1): False,
-        ("float32", 4): True,
-        ("float64", 1): False,
-        ("float64", 4): False,
-    }
 
 
 @pytest.mark.parametrize("features", ["single", "double"])
@@ -580,42 +572,41 @@ def mixed_parts(dtype="float32", **settings):
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["pooled", "per_head"])
-def test_both_drivers_give_the_same_coefficients(dtype, per_head):
-    parts = mixed_parts(dtype.name, size=1.5)
+def test_both_drivers_give_the_same_coefficients(per_head):
+    parts = mixed_parts(size=1.5)
     memory = minimise(parts, in_memory=True, per_head=per_head)
     stream = minimise(parts, in_memory=False, per_head=per_head)
     chex.assert_shape(memory.coefficients, (HEADS, 12) if per_head else (12,))
     chex.assert_trees_all_close(memory.coefficients, stream.coefficients, atol=1e-5, rtol=0)
-    assert memory.converged
-    assert stream.converged
-    cases = [[(tuple(a for a in arrays), mask)] for arrays, mask in parts]
-    value = lambda w: sum(
-        Objective(*arrays, ridge=0.0, mask=mask).value(w) for ((arrays, mask),) in cases
-    )
-    w = np.asarray(memory.coefficients, np.float64)
-    if not per_head:
-        penalty = RIDGE * w @ w / 2
-        np.testing.assert_allclose(memory.objective, value(w) + penalty, rtol=1e-4)
+    for fit in (memory, stream):
+        assert fit.converged
+        w = np.asarray(fit.coefficients, np.float64)
+        value = RIDGE * (w**2).sum() / 2
+        for arrays, mask in parts:
+            for head in range(HEADS):
+                one = [a[:, head : head + 1] for a in arrays]
+                part = Objective(*one, ridge=0.0, mask=mask)
+                value += part.value(w[head] if per_head else w)
+        np.testing.assert_allclose(fit.objective, value, rtol=1e-4)
 
 
 def test_the_fit_does_not_depend_on_how_data_are_cut(x64):
+    whole = fitted("plain", 0, "float64").fit
     (x, y, s, shift), mask = layer(0, "float64")
-    whole = aj.fit_kl(x, y, s, shift, mask=mask)
     halves = [
         (tuple(a[i : i + 2] for a in (x, y, s, shift)), mask[i : i + 2]) for i in range(0, BATCH, 2)
     ]
-    for in_memory in (True, False):
-        parts = minimise(halves, in_memory=in_memory)
-        chex.assert_trees_all_close(parts.coefficients, whole.coefficients, atol=1e-7)
-        np.testing.assert_allclose(parts.plan_kl, whole.plan_kl, rtol=1e-9)
+    parts = minimise(halves, in_memory=True)
+    chex.assert_trees_all_close(parts.coefficients, whole.coefficients, atol=1e-7)
+    np.testing.assert_allclose(parts.plan_kl, whole.plan_kl, rtol=1e-9)
 
 
 def test_a_fit_per_head_is_a_fit_of_each_head(x64):
-    (x, y, s, shift), mask = layer(0, "float64")
-    apart = minimise([((x, y, s, shift), mask)], in_memory=False, per_head=True)
+    arrays, mask = layer(0, "float64")
+    apart = minimise([(arrays, mask)], in_memory=True, per_head=True)
     for head in range(HEADS):
-        one = [a[:, head : head + 1] for a in (x, y, s, shift)]
-        alone = minimise([(tuple(one), mask)], in_memory=False)
+        one = tuple(a[:, head : head + 1] for a in arrays)
+        alone = minimise([(one, mask)], in_memory=True)
         chex.assert_trees_all_close(apart.coefficients[head], alone.coefficients, atol=1e-6)
 
 
@@ -643,21 +634,27 @@ def compiled(net, variables, batches, **settings):
     return state.predictor.coefficients, report.fit
 
 
-@pytest.mark.parametrize("coefficients", ["pooled", "per_head"])
-def test_compiling_in_and_out_of_memory_give_the_same_coefficients(small, coefficients):
-    memory, figures = compiled(*small, coefficients=coefficients)
-    stream, again = compiled(*small, coefficients=coefficients, in_memory=False)
-    chex.assert_shape(memory, (6,) if coefficients == "pooled" else (HEADS, 6))
+@pytest.fixture(scope="module")
+def in_memory(small):
+    """What compiling in memory gives, by how coefficients are kept."""
+    return {kept: compiled(*small, coefficients=kept) for kept in ("pooled", "per_head")}
+
+
+@pytest.mark.parametrize("kept", ["pooled", "per_head"])
+def test_compiling_in_and_out_of_memory_give_the_same_coefficients(small, in_memory, kept):
+    memory, figures = in_memory[kept]
+    stream, again = compiled(*small, coefficients=kept, in_memory=False)
+    chex.assert_shape(memory, (6,) if kept == "pooled" else (HEADS, 6))
     chex.assert_trees_all_close(memory, stream, atol=1e-5, rtol=0)
     assert figures["kl_converged"]
     assert again["kl_converged"]
     np.testing.assert_allclose(figures["plan_kl"], again["plan_kl"], rtol=1e-4)
 
 
-def test_compiling_fits_the_records_of_the_layer(small):
-    """Against the same fit from the recorded activations, masks and all."""
+def test_compiling_fits_the_records_of_the_layer(small, in_memory):
+    """Against the minimum for the recorded activations, masks and all."""
     net, variables, batches = small
-    coefficients, figures = compiled(net, variables, batches)
+    coefficients, figures = in_memory["pooled"]
     parts = []
     bank = aj.slice_directions(jax.random.key(0), 6, DIM)
     for tokens, mask in batches:
@@ -707,17 +704,13 @@ def test_compiling_among_64_bit_types_follows_the_model(small, x64):
     chex.assert_trees_all_close(double.astype(jnp.float32), single, atol=2e-3)
 
 
-def test_compiling_a_bfloat16_model(small):
+def test_compiling_a_bfloat16_model(small, in_memory):
     net, variables, batches = small
-    low = Net(net.spec, "bfloat16")
-    memory, figures = compiled(low, variables, batches)
-    stream, _ = compiled(low, variables, batches, in_memory=False)
-    chex.assert_type(memory, jnp.float32)
-    assert np.isfinite(memory).all()
+    low, figures = compiled(Net(net.spec, "bfloat16"), variables, batches)
+    chex.assert_type(low, jnp.float32)
     assert figures["kl_converged"]
-    chex.assert_trees_all_close(memory, stream, atol=1e-5, rtol=0)
-    plain, _ = compiled(net, variables, batches)
-    chex.assert_trees_all_close(memory, plain, atol=0.1 * float(jnp.abs(plain).max()))
+    single, _ = in_memory["pooled"]
+    chex.assert_trees_all_close(low, single, atol=0.1 * float(jnp.abs(single).max()))
 
 
 # ----------------------------------------------------------------------------------- bad data
@@ -766,27 +759,28 @@ def test_degenerate_features_give_finite_coefficients(name, ridge):
     if name == "all zero":
         np.testing.assert_array_equal(w, 0.0)
         assert fit.converged
-    if name == "duplicated slices":
+    if name == "duplicated slices" and ridge:  # which makes the minimiser unique
         np.testing.assert_allclose(w[:6], w[6:], atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["all zero", "duplicated slices", "few tokens"])
 def test_degenerate_features_may_be_streamed(name):
-    parts = [degenerate(name)]
-    fit = minimise(parts, in_memory=False)
+    arrays, mask = degenerate(name)
+    fit = minimise([(arrays, mask)], in_memory=False)
     assert np.isfinite(fit.coefficients).all()
-    memory = minimise(parts, in_memory=True)
-    chex.assert_trees_all_close(fit.coefficients, memory.coefficients, atol=1e-4)
+    exact = Objective(*arrays, mask=mask)
+    value = exact.value(np.asarray(fit.coefficients, np.float64))
+    memory = np.asarray(aj.fit_kl(*arrays, mask=mask).coefficients, np.float64)
+    np.testing.assert_allclose(value, exact.value(memory), rtol=1e-4)
 
 
 def test_compiling_from_one_short_example(small):
     """Three tokens for six slices."""
     net, variables, _ = small
     tokens, _ = clusters(np.random.default_rng(5), 1, 3)
-    for in_memory in (True, False):
-        coefficients, figures = compiled(net, variables, [tokens], in_memory=in_memory)
-        assert np.isfinite(coefficients).all()
-        assert np.isfinite(figures["plan_kl"])
+    coefficients, figures = compiled(net, variables, [tokens])
+    assert np.isfinite(coefficients).all()
+    assert np.isfinite(figures["plan_kl"])
 
 
 @pytest.mark.parametrize("which", ["features", "targets", "scores", "shift"])
@@ -794,7 +788,9 @@ def test_compiling_from_one_short_example(small):
 def test_values_that_are_not_finite_are_refused(which, bad):
     arrays, mask = layer(0)
     names = ["features", "targets", "scores", "shift"]
-    changed = [a.at[0, 0, 2].set(bad) if n == which else a for n, a in zip(names, arrays)]
+    changed = [
+        a.at[0, 0, 2].set(bad) if n == which else a for n, a in zip(names, arrays, strict=True)
+    ]
     with pytest.raises(ValueError, match="finite"):
         aj.fit_kl(*changed, mask=mask)
 
@@ -842,11 +838,10 @@ def test_batches_that_can_be_read_once_are_refused_out_of_memory(small):
             aj.linen.compile(net, variables, once, objective="kl", in_memory=False)
 
 
-def test_batches_that_can_be_read_once_are_enough_in_memory(small):
+def test_batches_that_can_be_read_once_are_enough_in_memory(small, in_memory):
     net, variables, batches = small
-    expected, _ = compiled(net, variables, batches)
     once, _ = compiled(net, variables, (b for b in batches))
-    chex.assert_trees_all_equal(once, expected)
+    chex.assert_trees_all_equal(once, in_memory["pooled"][0])
 
 
 def test_data_that_are_gone_on_the_second_pass_are_an_error():

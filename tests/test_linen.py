@@ -14,7 +14,7 @@ import pytest
 import asap_jax as aj
 
 SPEC = aj.SinkhornSpec(num_steps=4)
-BATCH, LENGTH, FEATURES, HEADS, DEPTH = 2, 6, 8, 2, 3
+BATCH, LENGTH, FEATURES, HEADS, DEPTH, SLICES = 3, 6, 8, 2, 3, 3
 COLLECTIONS = {"asap": 0, "asap_capture": 0}
 CURE = r"variable_axes=.*'asap': 0, 'asap_capture': 0"
 
@@ -135,7 +135,7 @@ def stacked(rng, kind):
 
 
 def compile_model(model, variables, batches, **settings):
-    return aj.linen.compile(model, variables, batches, num_slices=4, **settings)
+    return aj.linen.compile(model, variables, batches, num_slices=SLICES, **settings)
 
 
 # ------------------------------------------------------------------------------- a drop-in layer
@@ -167,14 +167,14 @@ def test_output_is_sinkhorn_attention_on_the_projections(rng, normalize_qk):
 
 def test_cross_attention_of_other_lengths(rng):
     layer = attention()
-    x, y = problems.normal(rng, 2, 6, FEATURES), problems.normal(rng, 2, 9, FEATURES)
+    x, y = problems.normal(rng, 3, 6, FEATURES), problems.normal(rng, 3, 9, FEATURES)
     params = shaken(rng, layer.init(jax.random.key(0), x, y)["params"])
     (q, _, _), (_, k, v) = project(params, x), project(params, y)
     expected = output(params["out"], aj.sinkhorn_attention(q, k, v, spec=SPEC))
     chex.assert_trees_all_close(layer.apply({"params": params}, x, y), expected, atol=2e-6)
 
 
-VALID = np.arange(LENGTH) < np.array([LENGTH, 4])[:, None]
+VALID = np.arange(LENGTH) < np.array([LENGTH, 4, 5])[:, None]
 MASKS = {
     "tokens, float32": nn.make_attention_mask(VALID, VALID),
     "keys, bool": VALID[:, None, None, :],
@@ -243,7 +243,8 @@ def test_bfloat16_layers_stay_close_to_float32(rng, compiled):
     layer = attention(dtype=jnp.bfloat16)
     variables = layer.init(jax.random.key(0), batches[0])
     predictor = aj.Predictor(
-        directions=aj.slice_directions(0, 4, FEATURES // HEADS), coefficients=jnp.full(4, 0.5)
+        directions=aj.slice_directions(0, SLICES, FEATURES // HEADS),
+        coefficients=jnp.full(SLICES, 0.5),
     )
     operator = functools.partial(aj.sinkhorn_attention, spec=SPEC)
     if compiled:
@@ -487,17 +488,17 @@ def test_the_cure_cures(rng):
 
 
 def test_a_collection_scanned_over_another_axis_is_an_error(rng):
-    """With as many slices as layers the shapes would fit."""
+    """With as many slices as layers, as here, the shapes would fit."""
     batches = data(rng)
     model = Scan(axes=(("asap", 1), ("asap_capture", 0)))
     variables = model.init(jax.random.key(0), batches[0])
     with pytest.raises(ValueError, match="asap"):
-        aj.linen.compile(model, variables, batches, num_slices=DEPTH)
+        compile_model(model, variables, batches)
 
 
 def test_a_record_scanned_over_another_axis_is_an_error(rng):
-    """With as many examples as layers the shapes would fit."""
-    batches = [problems.normal(rng, DEPTH, LENGTH, FEATURES) for _ in range(3)]
+    """With as many examples as layers, as here, the shapes would fit."""
+    batches = data(rng)
     model = Scan(axes=(("asap", 0), ("asap_capture", 1)))
     variables = model.init(jax.random.key(0), batches[0])
     with pytest.raises(ValueError, match="asap_capture"):

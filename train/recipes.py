@@ -122,7 +122,7 @@ def find(name: str) -> Recipe:
     return RECIPES[name]
 
 
-_FASHION = Pixels(mean=(0.2860,), std=(0.3530,), shift=1, flip=True)
+_FASHION = Pixels(mean=(0.2860,), std=(0.3530,), shift=2, flip=True)
 
 DEMO = Recipe(
     name="demo",
@@ -137,15 +137,15 @@ DEMO = Recipe(
         patch_size=4,
         width=64,
         depth=2,
-        num_heads=2,
-        head_dim=32,
-        mlp_dim=128,
+        num_heads=4,
+        head_dim=16,
+        mlp_dim=256,
         position_stddev=0.5,
     ),
     spec=aj.SinkhornSpec(num_steps=10),
     epochs=50,
     batch_size=50,
-    learning_rate=1e-3,
+    learning_rate=7e-4,
     drops=(38,),
     packaged=True,
 )
