@@ -5,7 +5,10 @@ from asap_jax.artifact import load, save
 from asap_jax.attention import asap_attention, sinkhorn_attention, softmax_attention
 from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult
+from asap_jax.costs import CostInputs, squared_euclidean_inputs
 from asap_jax.ctransform import attention_weights, key_ctransform, query_ctransform
+from asap_jax.diff import diff_attention, diff_lambda_init
+from asap_jax.esp import esp_attention, esp_temperature_schedule
 from asap_jax.features import RankDisplacement, RawProjections, SlicedPotentials
 from asap_jax.kl import KLFit, fit_kl, kl_objective
 from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
@@ -24,6 +27,7 @@ __all__ = [
     "CompileReport",
     "CompileResult",
     "CompiledState",
+    "CostInputs",
     "DualPair",
     "KLFit",
     "LayerReport",
@@ -39,6 +43,10 @@ __all__ = [
     "SlicedPotentials",
     "asap_attention",
     "attention_weights",
+    "diff_attention",
+    "diff_lambda_init",
+    "esp_attention",
+    "esp_temperature_schedule",
     "fit_kl",
     "fit_ls",
     "key_ctransform",
@@ -57,4 +65,5 @@ __all__ = [
     "slice_directions",
     "sliced_potentials",
     "softmax_attention",
+    "squared_euclidean_inputs",
 ]

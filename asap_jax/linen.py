@@ -12,8 +12,11 @@ import jax
 from asap_jax import attention, capture
 from asap_jax import compile as compiling
 from asap_jax.capture import CompiledState, Record
+from asap_jax.linen_baselines import DiffAttention, EspAttention
 from asap_jax.options import Options
 from asap_jax.spec import SinkhornSpec
+
+__all__ = ["Calibration", "DiffAttention", "EspAttention", "SinkhornAttention", "compile"]
 
 STATE = "asap"
 CAPTURE = "asap_capture"

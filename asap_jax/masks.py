@@ -62,11 +62,11 @@ def as_bias(bias, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
     array = checks.real_array("bias", bias)
     checks.broadcasts_to("bias", array.shape, "scores", shape)
     limit = max(MASKED_BIAS, float(jnp.finfo(array.dtype).min))
+    known = not isinstance(array, jax.core.Tracer)
+    if known and not (np.asarray(array) <= limit).any():  # known also inside jit
+        return array, None
     masked = array <= limit
-    finite = jnp.where(masked, jnp.zeros_like(array), array)
-    if not isinstance(array, jax.core.Tracer) and not np.asarray(masked).any():
-        return finite, None
-    return finite, ~masked
+    return jnp.where(masked, jnp.zeros_like(array), array), ~masked
 
 
 def combine(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

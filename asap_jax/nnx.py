@@ -11,8 +11,26 @@ from flax import nnx
 from asap_jax import attention, capture
 from asap_jax import compile as compiling
 from asap_jax.capture import CompiledState, Record
+from asap_jax.nnx_baselines import (
+    DiffAttention,
+    EspAttention,
+    EspSetting,
+    set_esp_temperature,
+)
 from asap_jax.options import Options
 from asap_jax.spec import SinkhornSpec
+
+__all__ = [
+    "AsapCapture",
+    "AsapState",
+    "Calibration",
+    "DiffAttention",
+    "EspAttention",
+    "EspSetting",
+    "SinkhornAttention",
+    "compile",
+    "set_esp_temperature",
+]
 
 
 class AsapState(nnx.Variable):

@@ -59,7 +59,7 @@ class Objective:
         self.rows = self.plan(self.y).sum(-1)
 
     def log_sums(self, dual):
-        """log sum_i exp((dual_i - C_ij) / eps), 0 at keys without a query."""
+        """Log sum_i exp((dual_i - C_ij) / eps), 0 at keys without a query."""
         sums = reference.logsumexp((self.kernel + dual[..., None]) / self.epsilon, -2)
         return np.where(self.nu > 0, sums, 0.0)
 

@@ -179,9 +179,7 @@ MASKS = {
     "tokens, float32": nn.make_attention_mask(VALID, VALID),
     "keys, bool": VALID[:, None, None, :],
     "keys of one example": VALID[1][None, None, None, :],
-    "entry by entry": problems.random_mask(
-        np.random.default_rng(1), BATCH, HEADS, LENGTH, LENGTH
-    ),
+    "entry by entry": problems.random_mask(np.random.default_rng(1), BATCH, HEADS, LENGTH, LENGTH),
 }
 
 
@@ -291,9 +289,7 @@ def test_dropout_without_an_rng_is_refused(rng):
         attention(dropout_rate=0.5).apply(variables, x, deterministic=False)
     q, k, v = project(variables["params"], x)
     with pytest.raises(ValueError, match="dropout_rng"):
-        aj.linen.SinkhornAttention(SPEC).apply(
-            {}, q, k, v, dropout_rate=0.5, deterministic=False
-        )
+        aj.linen.SinkhornAttention(SPEC).apply({}, q, k, v, dropout_rate=0.5, deterministic=False)
 
 
 def test_dropout_survives_when_every_collection_is_mutable(rng):

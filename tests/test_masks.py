@@ -189,3 +189,14 @@ def test_any_mask_gives_finite_weights_with_the_balanced_column_sums(mask):
     queries, keys = mask.any(-1).sum(-1), mask.any(-2).sum(-1)
     target = mask.any(-2) * (queries / np.maximum(keys, 1))[..., None]
     np.testing.assert_allclose(weights.sum(-2), np.broadcast_to(target, SHAPE[:3]), atol=1e-5)
+
+
+@pytest.mark.parametrize("fill", [-1e9, -np.inf])
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_a_bias_that_a_jitted_function_closes_over_is_a_mask(make, fill):
+    q = jnp.ones((1, 4, 1, 2))
+    values = np.zeros((1, 1, 4, 4), np.float32)
+    values[..., 3] = fill
+    bias = make(values)
+    weights = jax.jit(lambda q: aj.softmax_attention(q, q, q, bias, return_weights=True)[1])(q)
+    np.testing.assert_allclose(weights[0, 0], np.full((4, 4), [1 / 3, 1 / 3, 1 / 3, 0]), atol=1e-6)

@@ -120,7 +120,9 @@ class Ensemble(nnx.Module):
 
     def __call__(self, x):
         x = jnp.stack([x, 2 * x, 3 * x])
-        return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, 0), out_axes=0)(self.layers, x).sum(0)
+        return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, 0), out_axes=0)(self.layers, x).sum(
+            0
+        )
 
 
 class Unrolled(nnx.Module):
@@ -198,9 +200,7 @@ MASKS = {
     "tokens, float32": nn.make_attention_mask(VALID, VALID),
     "keys, bool": VALID[:, None, None, :],
     "keys of one example": VALID[1][None, None, None, :],
-    "entry by entry": problems.random_mask(
-        np.random.default_rng(1), BATCH, HEADS, LENGTH, LENGTH
-    ),
+    "entry by entry": problems.random_mask(np.random.default_rng(1), BATCH, HEADS, LENGTH, LENGTH),
 }
 
 
