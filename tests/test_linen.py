@@ -28,9 +28,11 @@ def data(rng, count=3):
     return [problems.normal(rng, BATCH, LENGTH, FEATURES) for _ in range(count)]
 
 
-def shaken(rng, params):
-    """Parameters with no zero among them, so that a forgotten bias shows."""
-    return jax.tree.map(lambda p: p + problems.normal(rng, *p.shape, size=0.3), params)
+def initial(rng, model, *inputs):
+    """Random variables of the model, with no zero among them, so that a forgotten bias shows."""
+    inputs = inputs or (jnp.ones((BATCH, LENGTH, FEATURES)),)
+    shapes = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), *inputs)
+    return jax.tree.map(lambda p: problems.normal(rng, *p.shape, size=0.4), shapes)
 
 
 def project(params, x):
@@ -128,8 +130,7 @@ STACKS = {
 def stacked(rng, kind):
     """(stack, its variables, the same layers unrolled, their variables)."""
     stack, loop = STACKS[kind]
-    params = stack.init(jax.random.key(0), jnp.ones((BATCH, LENGTH, FEATURES)))["params"]
-    params = shaken(rng, params)
+    params = initial(rng, stack)["params"]
     layers = {f"layer_{i}": jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(3)}
     return stack, {"params": params}, loop, {"params": layers}
 
@@ -143,7 +144,7 @@ def compile_model(model, variables, batches, **settings):
 
 @pytest.mark.parametrize("normalize_qk", [False, True])
 def test_parameters_are_those_of_stock_attention(normalize_qk):
-    x = jnp.ones((BATCH, LENGTH, FEATURES))
+    x = jnp.ones((1, 2, FEATURES))
     stock = nn.MultiHeadDotProductAttention(HEADS, normalize_qk=normalize_qk)
     ours = attention(normalize_qk=normalize_qk).init(jax.random.key(0), x)
     chex.assert_trees_all_equal(ours, stock.init(jax.random.key(0), x))
@@ -152,14 +153,14 @@ def test_parameters_are_those_of_stock_attention(normalize_qk):
 def test_init_leaves_parameters_only():
     x = jnp.ones((BATCH, LENGTH, FEATURES))
     for model in (attention(), Loop(), Scan()):
-        assert set(model.init(jax.random.key(0), x)) == {"params"}
+        assert set(jax.eval_shape(model.init, jax.random.key(0), x)) == {"params"}
 
 
 @pytest.mark.parametrize("normalize_qk", [False, True])
 def test_output_is_sinkhorn_attention_on_the_projections(rng, normalize_qk):
     layer = attention(normalize_qk=normalize_qk)
     (x,) = data(rng, 1)
-    params = shaken(rng, layer.init(jax.random.key(0), x)["params"])
+    params = initial(rng, layer)["params"]
     q, k, v = project(params, x)
     expected = output(params["out"], aj.sinkhorn_attention(q, k, v, spec=SPEC))
     chex.assert_trees_all_close(layer.apply({"params": params}, x), expected, atol=2e-6)
@@ -168,7 +169,7 @@ def test_output_is_sinkhorn_attention_on_the_projections(rng, normalize_qk):
 def test_cross_attention_of_other_lengths(rng):
     layer = attention()
     x, y = problems.normal(rng, 3, 6, FEATURES), problems.normal(rng, 3, 9, FEATURES)
-    params = shaken(rng, layer.init(jax.random.key(0), x, y)["params"])
+    params = initial(rng, layer, x, y)["params"]
     (q, _, _), (_, k, v) = project(params, x), project(params, y)
     expected = output(params["out"], aj.sinkhorn_attention(q, k, v, spec=SPEC))
     chex.assert_trees_all_close(layer.apply({"params": params}, x, y), expected, atol=2e-6)
@@ -187,7 +188,7 @@ MASKS = {
 def test_masks_reach_the_operator(rng, mask):
     layer = attention()
     (x,) = data(rng, 1)
-    variables = {"params": shaken(rng, layer.init(jax.random.key(0), x)["params"])}
+    variables = initial(rng, layer)
     q, k, v = project(variables["params"], x)
     heads = aj.sinkhorn_attention(q, k, v, mask=mask, spec=SPEC)
     masked = layer.apply(variables, x, mask=jnp.asarray(mask))
@@ -211,16 +212,16 @@ def test_sow_weights_sows_what_return_weights_returns(rng):
 def test_plain_functions_serve_as_attention_fn(rng):
     (x,) = data(rng, 1)
     layer = attention()
-    variables = layer.init(jax.random.key(0), x)
+    variables = initial(rng, layer)
     plain = attention(functools.partial(aj.sinkhorn_attention, spec=SPEC))
-    chex.assert_trees_all_equal(plain.init(jax.random.key(0), x), variables)
+    chex.assert_trees_all_equal_shapes(initial(rng, plain), variables)
     chex.assert_trees_all_close(plain.apply(variables, x), layer.apply(variables, x), atol=1e-6)
 
 
 def test_the_compiled_layer_is_asap_attention(rng):
     batches = data(rng)
     layer = attention()
-    variables = layer.init(jax.random.key(0), batches[0])
+    variables = initial(rng, layer)
     result = compile_model(layer, variables, batches)
     state = result.states["attention_fn"]
     plain = attention(
@@ -239,7 +240,7 @@ def test_the_compiled_layer_is_asap_attention(rng):
 def test_bfloat16_layers_stay_close_to_float32(rng, compiled):
     batches = data(rng)
     layer = attention(dtype=jnp.bfloat16)
-    variables = layer.init(jax.random.key(0), batches[0])
+    variables = initial(rng, layer)
     predictor = aj.Predictor(
         directions=aj.slice_directions(0, SLICES, FEATURES // HEADS),
         coefficients=jnp.full(SLICES, 0.5),
@@ -264,7 +265,7 @@ def test_bfloat16_layers_stay_close_to_float32(rng, compiled):
 def test_deterministic_dropout_is_no_dropout(rng):
     (x,) = data(rng, 1)
     layer = attention(dropout_rate=0.5)
-    variables = layer.init(jax.random.key(0), x, deterministic=True)
+    variables = initial(rng, attention())
     out = layer.apply(variables, x, deterministic=True)
     chex.assert_trees_all_equal(out, layer.apply(variables, x, deterministic=True))
     chex.assert_trees_all_equal(out, attention().apply(variables, x))
@@ -273,7 +274,7 @@ def test_deterministic_dropout_is_no_dropout(rng):
 def test_dropout_follows_its_rng(rng):
     (x,) = data(rng, 1)
     layer = attention(dropout_rate=0.5, deterministic=False)
-    variables = attention().init(jax.random.key(0), x)
+    variables = initial(rng, attention())
     one, again, other = (
         layer.apply(variables, x, rngs={"dropout": jax.random.key(seed)}) for seed in (1, 1, 2)
     )
@@ -284,7 +285,7 @@ def test_dropout_follows_its_rng(rng):
 
 def test_dropout_without_an_rng_is_refused(rng):
     (x,) = data(rng, 1)
-    variables = attention().init(jax.random.key(0), x)
+    variables = initial(rng, attention())
     with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
         attention(dropout_rate=0.5).apply(variables, x, deterministic=False)
     q, k, v = project(variables["params"], x)
@@ -295,7 +296,7 @@ def test_dropout_without_an_rng_is_refused(rng):
 def test_dropout_survives_when_every_collection_is_mutable(rng):
     (x,) = data(rng, 1)
     layer = attention(dropout_rate=0.5, deterministic=False)
-    variables = attention().init(jax.random.key(0), x)
+    variables = initial(rng, attention())
     step = functools.partial(layer.apply, variables, x, rngs={"dropout": jax.random.key(1)})
     out, _ = step(mutable=True)
     chex.assert_trees_all_equal(out, step(mutable=["batch_stats"])[0])
@@ -325,7 +326,7 @@ def test_causal_attention_and_other_einsums_are_refused(rng):
 def test_a_state_of_another_spec_is_refused(rng):
     batches = data(rng)
     layer = attention()
-    variables = compile_model(layer, layer.init(jax.random.key(0), batches[0]), batches).variables
+    variables = compile_model(layer, initial(rng, layer), batches).variables
     other = attention(aj.linen.SinkhornAttention(aj.SinkhornSpec(num_steps=6)))
     with pytest.raises(ValueError, match=r"'attention_fn' has .*num_steps=6.*num_steps=4"):
         other.apply(variables, batches[0])
@@ -338,7 +339,7 @@ def test_a_state_of_another_spec_is_refused(rng):
 def test_the_record_holds_the_inputs_of_the_call(rng, transform):
     (x,) = data(rng, 1)
     layer = attention()
-    params = shaken(rng, layer.init(jax.random.key(0), x)["params"])
+    params = initial(rng, layer)["params"]
     mask = jnp.asarray(MASKS["tokens, float32"])
     run = transform(lambda p, x: layer.apply({"params": p}, x, mask=mask, mutable="asap_capture"))
     out, state = run(params, x)
@@ -352,13 +353,13 @@ def test_the_record_holds_the_inputs_of_the_call(rng, transform):
 def test_nothing_is_recorded_unless_asked(rng):
     (x,) = data(rng, 1)
     layer = attention()
-    _, state = layer.apply(layer.init(jax.random.key(0), x), x, mutable=["intermediates"])
+    _, state = layer.apply(initial(rng, layer), x, mutable=["intermediates"])
     assert not jax.tree.leaves(state)
 
 
 def test_dropout_is_off_while_recording(rng):
     (x,) = data(rng, 1)
-    variables = attention().init(jax.random.key(0), x)
+    variables = initial(rng, attention())
     out, _ = attention(dropout_rate=0.5, deterministic=False).apply(
         variables, x, rngs={"dropout": jax.random.key(1)}, mutable=["asap_capture"]
     )
@@ -382,7 +383,7 @@ def test_a_stack_records_layer_by_layer(rng, kind):
         chex.assert_trees_all_close(layer, arrays(single), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", STACKS)
+@pytest.mark.parametrize("kind", ["scan", "vmap"])
 def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng, kind):
     stack, stack_variables, loop, loop_variables = stacked(rng, kind)
     batches = data(rng)
@@ -398,32 +399,30 @@ def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng, kind):
             figures = together.report.layers[f"{path}[{i}]"].rows[operator]
             chex.assert_trees_all_close(figures, row, rtol=1e-3, atol=1e-5)
     x = batches[0]
-    outs = stack.apply(together.variables, x), loop.apply(single.variables, x)
+    outs = jax.jit(stack.apply)(together.variables, x), jax.jit(loop.apply)(single.variables, x)
     chex.assert_trees_all_close(*outs, atol=1e-4)
     assert jnp.abs(outs[0] - stack.apply(stack_variables, x)).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "block", [nn.remat(Block), nn.jit(Block), nn.jit(nn.remat(Block))],
-    ids=["remat", "jit", "jit of remat"],
-)  # fmt: skip
+@pytest.mark.parametrize("block", [nn.remat(Block), nn.jit(Block)], ids=["remat", "jit"])
 def test_layers_inside_lifted_transforms_compile(rng, block):
     batches = data(rng)
     model, plain = Loop(block, depth=1), Loop(depth=1)
-    variables = plain.init(jax.random.key(0), batches[0])
+    variables = initial(rng, plain)
     result = compile_model(model, variables, batches)
     expected = compile_model(plain, variables, batches)
     assert list(result.states) == list(expected.states)
     chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
-    out = model.apply(result.variables, batches[0])
-    chex.assert_trees_all_close(out, plain.apply(expected.variables, batches[0]), atol=1e-5)
+    out = jax.jit(model.apply)(result.variables, batches[0])
+    exact = jax.jit(plain.apply)(expected.variables, batches[0])
+    chex.assert_trees_all_close(out, exact, atol=1e-5)
 
 
 def test_a_jitted_layer_compiles_again(rng):
     """The second time its trace comes from a cache."""
     batches = data(rng)
     model = Loop(nn.jit(Block), depth=1)
-    variables = model.init(jax.random.key(0), batches[0])
+    variables = initial(rng, model)
     first, second = (compile_model(model, variables, batches) for _ in range(2))
     chex.assert_trees_all_equal(second.states, first.states)
 
@@ -455,7 +454,7 @@ class SharedLayer(nn.Module):
 @pytest.mark.parametrize("model", [SharedAttribute(), SharedLayer()], ids=["instance", "layer"])
 def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
     batches = data(rng)
-    variables = model.init(jax.random.key(0), batches[0])
+    variables = initial(rng, model)
     model.apply(variables, batches[0])
     with pytest.raises(ValueError, match="Build one SinkhornAttention per layer") as error:
         compile_model(model, variables, batches)
@@ -469,7 +468,7 @@ def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
 def test_a_transform_that_drops_a_collection_is_an_error_with_the_cure(rng, make, axes):
     batches = data(rng)
     model = make(axes=tuple(axes.items()))
-    variables = model.init(jax.random.key(0), batches[0])
+    variables = initial(rng, model)
     with pytest.raises(ValueError, match=CURE) as error:
         compile_model(model, variables, batches)
     assert "'layers/SinkhornAttention_0'" in str(error.value)
@@ -478,7 +477,7 @@ def test_a_transform_that_drops_a_collection_is_an_error_with_the_cure(rng, make
 def test_the_cure_cures(rng):
     batches = data(rng)
     model = Scan(outside=1)
-    variables = model.init(jax.random.key(0), batches[0])
+    variables = initial(rng, model)
     result = compile_model(model, variables, batches)
     assert list(result.states) == ["layer_0/SinkhornAttention_0", "layers/SinkhornAttention_0"]
 
@@ -487,7 +486,7 @@ def test_a_collection_scanned_over_another_axis_is_an_error(rng):
     """With as many slices as layers, as here, the shapes would fit."""
     batches = data(rng)
     model = Scan(axes=(("asap", 1), ("asap_capture", 0)))
-    variables = model.init(jax.random.key(0), batches[0])
+    variables = initial(rng, model)
     with pytest.raises(ValueError, match="asap"):
         compile_model(model, variables, batches)
 
@@ -496,7 +495,7 @@ def test_a_record_scanned_over_another_axis_is_an_error(rng):
     """With as many examples as layers, as here, the shapes would fit."""
     batches = data(rng)
     model = Scan(axes=(("asap", 0), ("asap_capture", 1)))
-    variables = model.init(jax.random.key(0), batches[0])
+    variables = initial(rng, model)
     with pytest.raises(ValueError, match="asap_capture"):
         compile_model(model, variables, batches)
 
@@ -513,6 +512,6 @@ def test_mapping_one_layer_over_examples_is_an_error_with_the_cure(rng):
 
     batches = data(rng)
     model = OverExamples()
-    variables = model.init(jax.random.key(0), batches[0])
+    variables = initial(rng, model)
     with pytest.raises(ValueError, match="variable_axes"):
         compile_model(model, variables, batches)

@@ -138,7 +138,7 @@ DEMO = Recipe(
         width=64,
         depth=2,
         num_heads=4,
-        head_dim=16,
+        head_dim=8,
         mlp_dim=256,
         position_stddev=0.5,
     ),
