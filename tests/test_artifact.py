@@ -248,7 +248,7 @@ def test_scanned_stacks_come_back(path):
     apply = nnx.jit(lambda model, x: model(x))
     out = apply(aj.load(path, like=model), x)
     np.testing.assert_array_equal(out, apply(compiled, x))
-    assert jnp.abs(out - apply(model, x)).max() > 1e-3
+    assert jnp.abs(out - apply(model, x)).max() > 1e-4
 
 
 FRESH = """
