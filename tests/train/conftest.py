@@ -17,6 +17,7 @@ def tiny():
         spec=aj.SinkhornSpec(num_steps=6),
         epochs=2,
         batch_size=20,
+        learning_rate=1e-3,
         drops=(1,),
     )
 
