@@ -14,7 +14,6 @@ import io
 import json
 import os
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from asap_jax import nnx as aj_nnx
 from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult, group_by_path
 from asap_jax.features import FAMILIES
+from asap_jax.options import Options
 from asap_jax.predictor import DualPair, LinearHead, Predictor
 from asap_jax.spec import SinkhornSpec
 
@@ -94,7 +94,7 @@ def load(path, *, like):
             f"{path}: compiled from a {header['framework']} model, like is {framework}"
         )
     _same_teacher(header["teacher"], fingerprint(like), path)
-    states = {layer: _unpack(tree, layer, arrays) for layer, tree in header["layers"].items()}
+    states = {layer: _state(tree, layer, arrays, path) for layer, tree in header["layers"].items()}
     if framework == "nnx":
         return _onto_nnx(like, states, path)
     _same_states(
@@ -229,6 +229,30 @@ def _pack(value: Any, name: str, arrays: dict) -> Any:
     return {"array": name, "shape": list(array.shape), "dtype": str(array.dtype)}
 
 
+def _state(tree: Any, layer: str, arrays: Mapping, path) -> CompiledState:
+    """A layer's state from the header, checked as a whole."""
+    try:
+        state = _unpack(tree, layer, arrays)
+        if not isinstance(state, CompiledState) or not isinstance(state.spec, SinkhornSpec):
+            raise ValueError("holds no compiled state")
+        Options(closures=state.closures)
+        pair = state.closures == "none"
+        if not isinstance(state.predictor, DualPair if pair else Predictor):
+            raise ValueError(f"closures {state.closures!r} do not go with its predictor")
+        sides = (state.predictor.query, state.predictor.key) if pair else (state.predictor,)
+        for predictor in sides:
+            width = predictor.coefficients.shape[-1]
+            banks = [getattr(family, "directions", None) for family in predictor.features]
+            if None not in banks and sum(bank.shape[-2] for bank in banks) != width:
+                raise ValueError(
+                    f"coefficients of shape {predictor.coefficients.shape} do not fit directions "
+                    f"of shapes {[bank.shape for bank in banks]}"
+                )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: layer {layer!r}: {error}") from error
+    return state
+
+
 def _unpack(tree: Any, name: str, arrays: Mapping) -> Any:
     if not isinstance(tree, Mapping):
         return tree
@@ -241,11 +265,18 @@ def _unpack(tree: Any, name: str, arrays: Mapping) -> Any:
             raise ValueError(f"{name}: array missing from the file")
         array = arrays[tree["array"]]
         dtype = jnp.dtype(tree["dtype"])
-        array = array.view(dtype) if array.dtype != dtype else array
+        if array.dtype == np.uint8 and dtype.kind == "V":
+            array = array.view(dtype)
+        if array.dtype != dtype:
+            raise ValueError(f"{name}: header says {dtype}, the file holds {array.dtype}")
         if list(array.shape) != tree["shape"]:
             raise ValueError(
                 f"{name}: header says shape {tree['shape']}, the file holds {list(array.shape)}"
             )
+        if not np.isfinite(np.asarray(array, np.float64)).all():
+            raise ValueError(f"{name}: holds a value that is not finite")
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(f"{name}: is {dtype}; enable jax_enable_x64 to load it unrounded")
         return jnp.asarray(array)
     kind = _TYPES.get(tree["type"]) or FAMILIES.get(tree["type"])
     if kind is None:
@@ -263,21 +294,26 @@ def _unpack(tree: Any, name: str, arrays: Mapping) -> Any:
 
 
 def _read(path: str) -> tuple[dict, dict]:
+    """Header and arrays; ValueError for whatever is not a whole file of this format."""
+    with open(path, "rb") as file:
+        data = io.BytesIO(file.read())
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with np.load(data, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
         header = json.loads(bytes(arrays.pop("header")).decode())
         known = header["magic"] == MAGIC
-    except OSError:
-        raise
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zip, zlib, NumPy and JSON each raise their own
         raise ValueError(f"{path}: not a whole asap_jax file ({error})") from error
     if not known:
         raise ValueError(f"{path}: not an asap_jax file")
+    kinds = dict(format=int, versions=dict, framework=str, teacher=dict, layers=dict)
+    wrong = [name for name, kind in kinds.items() if not isinstance(header.get(name), kind)]
+    if wrong:
+        raise ValueError(f"{path}: header lacks {wrong}")
     if header["format"] != FORMAT:
         raise ValueError(
             f"{path}: format {header['format']} of asap_jax "
-            f"{header['versions']['asap_jax']}, this version reads format {FORMAT}"
+            f"{header['versions'].get('asap_jax')}, this version reads format {FORMAT}"
         )
     return header, arrays
 

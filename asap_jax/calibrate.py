@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import attention, inputs, kl, masks, metrics
+from asap_jax import attention, checks, inputs, kl, masks, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record
 from asap_jax.least_squares import NormalEquations
@@ -171,6 +171,17 @@ class KLBlocks:
         )
 
 
+@jax.jit
+def layer_balance(record: Record) -> jax.Array:
+    """Total mass of the teacher's weights on one record: 0 without tokens, NaN with NaN in any."""
+
+    def mass(record):
+        out, weights = _call(record, attention.sinkhorn_attention, spec=record.spec)
+        return jnp.sum(weights) + 0 * jnp.sum(out).astype(weights.dtype)
+
+    return over_stack(mass, record)
+
+
 @functools.partial(jax.jit, static_argnames="budgets")
 def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, ...]):
     """Fidelity of every operator to the teacher on one record (one *case*).
@@ -197,9 +208,10 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
         def measure(operator):
             out, weights = operator
             valid = p.validity or masks.Validity(None, None)
+            tokens = None if valid.query is None else valid.query.any(-2)
             return dict(
                 rel_l2=metrics.attention_rel_l2(weights, reference[1]),
-                output_rmse=metrics.output_rmse(out, reference[0]),
+                output_rmse=metrics.output_rmse(out, reference[0], query_valid=tokens),
                 row_error=metrics.row_error(weights, valid.query),
                 column_error=metrics.column_error(weights, valid.key, target),
             )
@@ -244,16 +256,9 @@ def over_stack(function, record: Record, *rest):
 
 
 def _call(record, function, **settings):
-    out, weights = function(
-        record.query,
-        record.key,
-        record.value,
-        record.bias,
-        record.mask,
-        return_weights=True,
-        **settings,
-    )
-    return out.astype(jnp.promote_types(out.dtype, jnp.float32)), weights
+    """Output and weights of an operator on a record, in float32 at least."""
+    inputs_ = (checks.at_least_f32(x) for x in (record.query, record.key, record.value))
+    return function(*inputs_, record.bias, record.mask, return_weights=True, **settings)
 
 
 def _r_squared(p, spec, state, predictor):

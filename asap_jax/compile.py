@@ -67,14 +67,16 @@ class Calibration(abc.ABC):
     def attach(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> dict:
         """The compiled teacher as keywords of CompileResult; ``batch`` checks that it switched."""
 
-    def add(self, teacher: Any, batch: Any) -> None:
+    def add(self, teacher: Any, batch: Any, index: int | None = None) -> None:
         """Adds one batch at the teacher's present state; activations are dropped after it.
+
+        ``index`` names the batch in errors; by default batches are counted.
 
         Raises:
           ValueError: no such layer, a layer that cannot be compiled, values that are not finite.
         """
         start = time.perf_counter()
-        where = f"calibration batch {self.num_batches}"
+        where = f"calibration batch {self.num_batches if index is None else index}"
         for path, record in select(self.records(teacher, batch), self.options.layers).items():
             if path not in self.fits:
                 self.fits[path] = LayerFit(path, record, self.options)
@@ -138,8 +140,10 @@ class Calibration(abc.ABC):
             first = batch if first is None else first
             if is_held_out(index, share):
                 kept.append(batch)
+                for path, record in self.records(teacher, batch).items():
+                    check_finite(record, path, f"calibration batch {index}")
             else:
-                self.add(teacher, batch)
+                self.add(teacher, batch, index)
         fit_batches = lambda: (b for i, b in enumerate(batches) if not is_held_out(i, share))
         report = kept or ([] if first is None else [first])
         return self.finish(teacher, report, held_out=bool(kept), fit_batches=fit_batches)
@@ -160,6 +164,18 @@ def select(found: Mapping[str, Record], layers: Sequence[str] | None) -> dict[st
             f"layers={unknown} are not in the model; its Sinkhorn layers are {list(found)}"
         )
     return {path: found[path] for path in layers}
+
+
+def check_finite(record: Record, path: str, where: str) -> None:
+    """Raises ValueError when a held-out record has no active token or gives NaN duals."""
+    total = calibrate.layer_balance(record)
+    if not np.isfinite(np.asarray(total)).all():
+        raise ValueError(
+            f"{where} gives a value that is not finite at layer {path!r} (query of shape "
+            f"{record.query.shape})"
+        )
+    if (np.asarray(total) == 0).any():
+        raise ValueError(f"{where} has no active token at layer {path!r}")
 
 
 def measure(records, batches, solved: Mapping[str, tuple]) -> dict[str, LayerReport]:

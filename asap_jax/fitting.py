@@ -52,6 +52,7 @@ class LayerFit:
             first where a token bias is fitted.
         """
         options = self.options
+        check(record, self.path, where)
         new = [
             calibrate.layer_sums(
                 record,
@@ -175,6 +176,18 @@ class LayerFit:
             plan_kl=result.plan_kl,
         )
         return result.coefficients
+
+
+def check(record: Record, path: str, where: str) -> None:
+    """Raises ValueError for a mask of other values than 0 and 1, or no active token at all."""
+    if record.mask is None:
+        return
+    mask = np.asarray(record.mask)
+    if mask.dtype != bool and not np.isin(mask, (0, 1)).all():
+        raise ValueError(
+            f"{where} has a mask of shape {mask.shape} at layer {path!r} that must hold only 0 and "
+            f"1; give additive masks as bias"
+        )
 
 
 class _Stream(Iterable):

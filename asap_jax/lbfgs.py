@@ -93,11 +93,10 @@ def tell(
     """
     slope = jnp.sum(search.direction * search.gradient)
     finite = jnp.isfinite(value) & jnp.isfinite(gradient).all()
-    rounding = 2 * jnp.finfo(value.dtype).eps * jnp.abs(search.value)
+    rounding = 32 * jnp.finfo(value.dtype).eps * jnp.abs(search.value)
     smaller = jnp.sum(gradient * gradient) < jnp.sum(search.gradient * search.gradient)
-    enough = (value <= search.value + ARMIJO * search.step * slope) | (
-        (value <= search.best + rounding) & smaller
-    )
+    armijo = value <= search.value + ARMIJO * search.step * slope
+    enough = (armijo & (value < search.best)) | ((value <= search.best + rounding) & smaller)
     accepted = _advance(search, value, gradient)
     reason = jnp.where(
         small_gradient,

@@ -8,6 +8,7 @@ from unittest import mock
 
 import flax.linen as nn
 import jax
+from flax.core.scope import union_filters
 
 from asap_jax import attention, capture
 from asap_jax import compile as compiling
@@ -135,7 +136,13 @@ class Calibration(compiling.Calibration):
     def records(self, teacher: Mapping, batch: Any) -> Mapping[str, Record]:
         """The records of every layer at the variables ``teacher``."""
         with capture.observe() as observer:
-            found = self._recorded(_plain(teacher), batch)
+            try:
+                found = self._recorded(_plain(teacher), batch)
+            except jax.errors.UnexpectedTracerError as error:
+                raise ValueError(
+                    f"forward is jitted inside: it must then pass mutable=[{CAPTURE!r}] and "
+                    f"return (output, state)"
+                ) from error
         if observer.unrecorded:
             raise ValueError(
                 f"layers {list(observer.unrecorded)} ran but could not record: a "
@@ -146,15 +153,21 @@ class Calibration(compiling.Calibration):
     def attach(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> dict:
         """``variables`` with the ``"asap"`` collection; fails if any layer did not switch."""
         compiled = {**_plain(teacher), STATE: state_tree(states)}
-        with capture.observe() as observer:
-            jax.eval_shape(lambda v, b: _quiet(self._run, v, b), compiled, batch)
-        missing = [path for path in states if path not in observer.compiled]
+        missing = self._unswitched(compiled, states, batch)
+        if missing:  # a forward that is jitted inside may have been traced before, unobserved
+            jax.clear_caches()
+            missing = self._unswitched(compiled, states, batch)
         if missing:
             raise ValueError(
                 f"layers {missing} did not switch to the compiled operator: a transform "
                 f"around them drops the collection {STATE!r}. " + SCAN_CURE
             )
         return {"variables": compiled}
+
+    def _unswitched(self, compiled, states, batch) -> list[str]:
+        with capture.observe() as observer:
+            jax.eval_shape(lambda v, b: _quiet(self._run, v, b), compiled, batch)
+        return [path for path in states if path not in observer.compiled]
 
 
 def compile(
@@ -253,20 +266,21 @@ def _record(run, variables, batch) -> dict[str, Record]:
     original = nn.Module.apply
 
     def apply(self, variables, *args, mutable=False, **kwargs):
-        wanted = mutable
-        if mutable is not True:
-            wanted = [mutable] if isinstance(mutable, str) else list(mutable or [])
-            wanted = [*wanted, CAPTURE]
+        wanted = union_filters(mutable, CAPTURE)
         out, state = original(self, variables, *args, mutable=wanted, **kwargs)
         stash.append(state.get(CAPTURE, {}))
         return out if mutable is False else (out, state)
 
     with mock.patch.object(nn.Module, "apply", apply):
         result = _quiet(run, variables, batch)
-    if not stash and isinstance(result, tuple) and len(result) == 2:
-        stash = [result[1].get(CAPTURE, {})] if isinstance(result[1], Mapping) else []
+    # What forward returns itself is good under any jit inside it.
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        stash = [result[1][CAPTURE]] if CAPTURE in result[1] else stash
     if len(stash) != 1:
-        raise ValueError(f"forward must call model.apply exactly once, it did {len(stash)} times")
+        raise ValueError(
+            f"forward must call model.apply exactly once, it did {len(stash)} times; a forward "
+            f"that is jitted inside must pass mutable=[{CAPTURE!r}] and return (output, state)"
+        )
     return compiling.group_by_path(stash[0], Record)
 
 

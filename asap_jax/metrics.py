@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks
+from asap_jax.scores import accumulation_dtype
 
 
 def attention_rel_l2(weights, reference, *, pooled: bool = False) -> jax.Array:
@@ -110,5 +111,5 @@ def _pair(a_name, a, b_name, b, min_rank):
             f"{a_name} of shape {a.shape} and {b_name} of shape {b.shape} must be "
             f"equal in shape, with at least {min_rank} axes"
         )
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = accumulation_dtype(a, b)
     return a.astype(dtype), b.astype(dtype)

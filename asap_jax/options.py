@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from asap_jax import attention, checks, slices
 from asap_jax.features import FAMILIES
 from asap_jax.predictor import BASELINES
@@ -78,9 +80,16 @@ class Options:
         if isinstance(self.closures, str):
             checks.one_of("closures", self.closures, (*attention.CLOSURES, "none"))
         else:
-            checks.positive_int("closures", self.closures)
+            set_closures = checks.positive_int("closures", self.closures)
+            object.__setattr__(self, "closures", set_closures)
         if isinstance(self.layers, str):
             raise TypeError(f"layers must be a sequence of paths, got the string {self.layers!r}")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+            if not self.layers:
+                raise ValueError("layers=() chooses no layer; leave it out to compile all")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
+            raise TypeError(f"seed must be an int, got {self.seed!r}")
         self._refuse_combinations()
 
     def _refuse_combinations(self) -> None:

@@ -126,7 +126,7 @@ def test_the_value_never_increases(dtype, function, seed):
     make = random_quadratic if function is quadratic else random_logistic
     data = make(seed, 3.0, dtype)
     states = search(function, jnp.full(SIZE, 2.0, dtype), *data)
-    rounding = 2 * float(jnp.finfo(dtype).eps)
+    rounding = 64 * float(jnp.finfo(dtype).eps)  # of a value that is a sum of 30 terms
     for old, new in accepted(states):
         assert float(new.value) <= float(old.best) * (1 + np.sign(old.best) * rounding)
     best = np.array([float(state.best) for state in states])

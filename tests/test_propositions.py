@@ -542,8 +542,9 @@ RIDGE = 0.1
 
 
 def objective_arguments(x, y, cost):
-    """The library's arguments: scores -C without a shift."""
-    return x, y, -cost, np.zeros_like(y)
+    """The library's arguments: scores and a shift of the queries that make up -C."""
+    shift = 1.0 + np.abs(y)
+    return x, y, shift[..., None] - cost, shift
 
 
 @hypothesis.given(seed=seeds, omega=arrays(SLICES), epsilon=epsilons)
