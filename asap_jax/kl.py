@@ -149,6 +149,9 @@ def make_block(features, target, scores, shift, mask, *, epsilon: float, key_mas
     mask = masks.as_mask(mask, scores.shape)
     kernel = ctransform.log_kernel(scores - shift[..., :, None], epsilon, mask)
     nu = key_masses(key_mass, mask, scores.shape, scores.dtype)
+    valid = jnp.any(kernel != -jnp.inf, -1)  # what masked slots hold must not spread
+    features = jnp.where(valid[..., None], features, jnp.zeros_like(features))
+    target = jnp.where(valid, target, jnp.zeros_like(target))
     return Block(features, target, kernel, nu)
 
 
@@ -181,11 +184,14 @@ def fit_kl(
     epsilon = checks.positive_float("epsilon", epsilon)
     checks.one_of("key_mass", key_mass, KEY_MASSES)
     block = make_block(x, y, s, shift, mask, epsilon=epsilon, key_mass=key_mass)
+    bool_mask = masks.as_mask(mask, s.shape)
+    asked = None if bool_mask is None else jnp.broadcast_to(bool_mask, s.shape)
+    kept = s - shift[..., :, None]
+    kept = kept if asked is None else jnp.where(asked, kept, jnp.zeros_like(kept))
+    if not bool(jnp.all(jnp.isfinite(kept) | jnp.isneginf(s))):
+        raise ValueError("scores or shift hold a value that is not finite in an active slot")
     valid = jnp.any(block.kernel > -jnp.inf, -1)
     sums = NormalEquations.zero(x.shape[-1], dtype=x.dtype).add(x, y, valid)
-    x = jnp.where(valid[..., None], x, jnp.zeros_like(x))
-    y = jnp.where(valid, y, jnp.zeros_like(y))
-    block = block.replace(features=x, target=y)
     count = int(np.prod(s.shape[:-2]))
     stacked = jax.tree.map(lambda a: a[None], block)
     return minimise(sums, [stacked], _identity, epsilon=epsilon, ridge=ridge, num_problems=count)
