@@ -36,7 +36,7 @@ class SinkhornAttention(nn.Module):
 
     It runs the teacher, ``sinkhorn_attention``. When the collection ``"asap"`` holds its state
     it runs ``asap_attention`` instead. When the collection ``"asap_capture"`` is mutable it
-    records its inputs there, with dropout off, for calibration.
+    records its inputs there, with dropout off where that collection was asked for by name.
 
     Attributes:
       spec: the teacher's finite-budget convention.
@@ -69,6 +69,11 @@ class SinkhornAttention(nn.Module):
     ):
         """Arguments and result as ``sinkhorn_attention``."""
         path = "/".join(self.path)
+        if getattr(self.parent, "decode", False):
+            raise ValueError(
+                f"decode=True is refused at {path!r}: a column-ending layer over one query is "
+                f"uniform, and column sums need all queries at once"
+            )
         if not self.is_initializing():
             recording = self.is_mutable_collection(CAPTURE)
             if recording:
@@ -78,7 +83,8 @@ class SinkhornAttention(nn.Module):
                     )
                 record = Record.of(query, key, value, bias, mask, self.spec)
                 self.put_variable(CAPTURE, "record", record)
-                deterministic = True
+                # Asked for by name; under mutable=True a training step goes on as it was.
+                deterministic = deterministic or self.scope.mutable is not True
             capture.note("recorded" if recording else "unrecorded", path)
         options = dict(
             spec=self.spec,
