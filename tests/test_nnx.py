@@ -233,13 +233,17 @@ def test_plain_functions_serve_as_attention_fn(rng):
     layer = attention()
     plain = attention(functools.partial(aj.sinkhorn_attention, spec=SPEC))
     chex.assert_trees_all_close(plain(batches[0]), layer(batches[0]), atol=1e-6)
-    result = compile_model(layer, batches)
-    predictor = result.states["attention_fn"].predictor
-    plain = attention(functools.partial(aj.asap_attention, predictor=predictor, spec=SPEC))
+    model = compile_model(layer, batches).model
+    state = model.attention_fn.asap.get_value()
     mask = jnp.asarray(MASKS["tokens, float32"])
-    compiled = result.model(batches[0], mask=mask)
-    chex.assert_trees_all_close(plain(batches[0], mask=mask), compiled, atol=1e-6)
-    assert jnp.abs(compiled - layer(batches[0], mask=mask)).max() > 1e-4
+    for closures in ("two_sided", "one_sided"):
+        asap = functools.partial(
+            aj.asap_attention, predictor=state.predictor, spec=SPEC, closures=closures
+        )
+        model.attention_fn.asap = State(state.replace(closures=closures))
+        compiled = model(batches[0], mask=mask)
+        chex.assert_trees_all_close(attention(asap)(batches[0], mask=mask), compiled, atol=1e-6)
+        assert jnp.abs(compiled - layer(batches[0], mask=mask)).max() > 1e-4
 
 
 def test_bfloat16_layers_stay_close_to_float32(rng):
