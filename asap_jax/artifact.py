@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.core.meta import unbox
 
 from asap_jax import linen as aj_linen
 from asap_jax import nnx as aj_nnx
@@ -119,7 +120,7 @@ def fingerprint(teacher) -> dict[str, list]:
             for path, variable in nnx.to_flat_state(nnx.state(teacher, nnx.Param))
         ]
     else:
-        leaves = jax.tree_util.tree_flatten_with_path(teacher.get("params", {}))[0]
+        leaves = jax.tree_util.tree_flatten_with_path(unbox(teacher.get("params", {})))[0]
         flat = [("/".join(str(getattr(k, "key", k)) for k in path), leaf) for path, leaf in leaves]
     result = {}
     for name, leaf in flat:
@@ -188,7 +189,10 @@ def _same_states(saved: Mapping, present: Mapping, path) -> None:
             raise ValueError(
                 f"{path}: holds no state for layer {layer!r}, which like has; it has {list(saved)}"
             )
-        a, b = (jax.tree_util.tree_flatten_with_path(s)[0] for s in (saved[layer], old))
+        a, b = (
+            jax.tree_util.tree_flatten_with_path(s.replace(mark=None))[0]
+            for s in (saved[layer], old)
+        )
         names = lambda leaves: {jax.tree_util.keystr(k): v for k, v in leaves}
         a, b = names(a), names(b)
         for name in sorted({*a, *b}):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from asap_jax.predictor import DualPair, Predictor
 from asap_jax.spec import SinkhornSpec
@@ -29,6 +31,7 @@ class Record:
     Attributes:
       query ``(..., N, H, d)``, key ``(..., M, H, d)``, value ``(..., M, H, d_v)``.
       bias, mask: rank of the scores, or None.
+      mark: 0 inside the layer. It has no axis, so a scan can stack records along axis 0 only.
       spec: the layer's convention.
       ndim: rank of ``query`` inside the layer; further leading axes were added by a scan.
     """
@@ -38,13 +41,15 @@ class Record:
     value: jax.Array
     bias: jax.Array | None
     mask: jax.Array | None
+    mark: jax.Array
     spec: SinkhornSpec = flax.struct.field(pytree_node=False)
     ndim: int = flax.struct.field(pytree_node=False)
 
     @classmethod
     def of(cls, query, key, value, bias, mask, spec) -> Record:
         """Records one call as it was made."""
-        return cls(query, key, value, bias, mask, spec=spec, ndim=query.ndim)
+        mark = jnp.zeros((), jnp.int32)
+        return cls(query, key, value, bias, mask, mark, spec=spec, ndim=query.ndim)
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -61,19 +66,38 @@ class CompiledState:
         every array under scan.
       spec: the teacher's convention that it was fitted to.
       closures: ``"one_sided"``, ``"two_sided"``, ``"none"`` or an int, see ``asap_attention``.
+      mark: zeros of the stack's shape, 0-d inside a layer (None where nothing is known): it can be
+        sliced along axis 0 only, and a stack that comes unsliced is seen.
+      probe: told apart from 0 while a compile checks that every layer switches, so that no trace
+        from a cache answers for it.
     """
 
     predictor: Predictor | DualPair
     spec: SinkhornSpec = flax.struct.field(pytree_node=False)
     closures: Any = flax.struct.field(pytree_node=False, default="two_sided")
+    mark: jax.Array | None = None
+    probe: int = flax.struct.field(pytree_node=False, default=0)
 
-    def check(self, spec: SinkhornSpec, path: str) -> None:
-        """Raises ValueError when the layer's own spec is another."""
+    def check(self, spec: SinkhornSpec, path: str, cure: str) -> None:
+        """Raises ValueError when the layer's own spec is another, or a stack came unsliced."""
+        if self.mark is not None and self.mark.ndim:
+            raise ValueError(
+                f"layer {path!r} got the state of a whole stack of {self.mark.shape} layers: "
+                f"the transform around it does not slice it. {cure}"
+            )
         if self.spec != spec:
             raise ValueError(
                 f"layer {path!r} has {spec}, but its compiled state was fitted to "
                 f"{self.spec}; compile the layer again"
             )
+
+
+_probes = itertools.count(1)
+
+
+def fresh_probe() -> int:
+    """A number that no trace has seen."""
+    return next(_probes)
 
 
 class Observer:

@@ -107,7 +107,11 @@ class Calibration(abc.ABC):
         if not self.fits or not report_batches:
             raise ValueError("batches holds no batch: give at least one calibration batch")
         start = time.perf_counter()
-        again = lambda path: (self.records(teacher, batch)[path] for batch in fit_batches())
+        again = lambda path: (
+            found[path]
+            for batch in fit_batches()
+            if path in (found := self.records(teacher, batch))
+        )
         shared = None
         if self.options.coefficients == "shared":
             totals = [fit.total() for fit in self.fits.values()]
@@ -182,9 +186,13 @@ def measure(records, batches, solved: Mapping[str, tuple]) -> dict[str, LayerRep
     """Mean fidelity over ``batches``, one LayerReport a layer (each layer of a stack alone)."""
     totals: dict[str, Any] = {}
     stacked: dict[str, bool] = {}
+    counts: dict[str, int] = {}
     for batch in batches:
         found = records(batch)
         for path, (state, _) in solved.items():
+            if path not in found:  # an optional branch that this batch did not take
+                continue
+            counts[path] = counts.get(path, 0) + 1
             budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
             new = calibrate.layer_fidelity(found[path], state, budgets=budgets)
             new = jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), new)
@@ -195,7 +203,7 @@ def measure(records, batches, solved: Mapping[str, tuple]) -> dict[str, LayerRep
         for i, figures in enumerate(solved[path][1]):
             layer = f"{path}[{i}]" if stacked[path] else path
             rows = {
-                name: {metric: float(x[i] / len(batches)) for metric, x in row.items()}
+                name: {metric: float(x[i] / counts[path]) for metric, x in row.items()}
                 for name, row in total.items()
             }
             reports[layer] = LayerReport(layer, rows, {**rows.pop("fit"), **figures})

@@ -106,7 +106,8 @@ class LayerFit:
             jax.tree.map(lambda *x: jnp.stack(x).reshape(*self.stack, *x[0].shape), *heads)
             for heads in zip(*(heads for heads, _ in solved), strict=True)
         ]
-        state = CompiledState(self._predictor(heads), self.spec, self.options.closures)
+        mark = jnp.zeros(self.stack, jnp.int32)
+        state = CompiledState(self._predictor(heads), self.spec, self.options.closures, mark)
         return state, [figures for _, figures in solved]
 
     def _predictor(self, heads):

@@ -319,7 +319,7 @@ def _search(evaluate, start, unwhiten, ridge, max_steps, loop):
 
     def body(search):
         value, gradient = full(_from_whitened(lbfgs.trial(search), unwhiten))
-        return lbfgs.tell(
+        return _tell(
             search,
             value,
             _to_whitened_gradient(gradient, unwhiten),
@@ -371,6 +371,9 @@ def _streamed(items, start, unwhiten, *, block_of, epsilon, ridge, max_steps):
         return search
 
     return _search(evaluate, start, unwhiten, ridge, max_steps, loop)
+
+
+_tell = jax.jit(lbfgs.tell, static_argnames="max_steps")
 
 
 def _arguments(features, targets, scores, shift):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -104,7 +105,7 @@ class SinkhornAttention(nn.Module):
         if not self.has_variable(STATE, "state"):
             return attention.sinkhorn_attention(query, key, value, bias, mask, **options)
         state = self.get_variable(STATE, "state")
-        state.check(self.spec, path)
+        state.check(self.spec, path, SCAN_CURE)
         capture.note("compiled", path)
         return attention.asap_attention(
             query,
@@ -141,7 +142,7 @@ class Calibration(compiling.Calibration):
 
     def records(self, teacher: Mapping, batch: Any) -> Mapping[str, Record]:
         """The records of every layer at the variables ``teacher``."""
-        with capture.observe() as observer:
+        with capture.observe() as observer, _axis_errors(CAPTURE):
             try:
                 found = self._recorded(_plain(teacher), batch)
             except jax.errors.UnexpectedTracerError as error:
@@ -158,22 +159,37 @@ class Calibration(compiling.Calibration):
 
     def attach(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> dict:
         """``variables`` with the ``"asap"`` collection; fails if any layer did not switch."""
-        compiled = {**_plain(teacher), STATE: state_tree(states)}
-        missing = self._unswitched(compiled, states, batch)
-        if missing:  # a forward that is jitted inside may have been traced before, unobserved
-            jax.clear_caches()
-            missing = self._unswitched(compiled, states, batch)
+        probe = capture.fresh_probe()
+        probed = {path: state.replace(probe=probe) for path, state in states.items()}
+        ran = self.records(teacher, batch)
+        with capture.observe() as observer, _axis_errors(STATE):
+            jax.eval_shape(
+                lambda v, b: _quiet(self._run, v, b),
+                {**_plain(teacher), STATE: state_tree(probed)},
+                batch,
+            )
+        missing = [path for path in states if path in ran and path not in observer.compiled]
         if missing:
             raise ValueError(
                 f"layers {missing} did not switch to the compiled operator: a transform "
                 f"around them drops the collection {STATE!r}. " + SCAN_CURE
             )
-        return {"variables": compiled}
+        return {"variables": {**_plain(teacher), STATE: state_tree(states)}}
 
-    def _unswitched(self, compiled, states, batch) -> list[str]:
-        with capture.observe() as observer:
-            jax.eval_shape(lambda v, b: _quiet(self._run, v, b), compiled, batch)
-        return [path for path in states if path not in observer.compiled]
+
+@contextlib.contextmanager
+def _axis_errors(collection: str):
+    """JAX's complaint that a 0-d mark cannot be put on another axis, with the cure."""
+    try:
+        yield
+    except (AssertionError, IndexError, ValueError) as error:  # Flax asserts, JAX raises
+        ours = collection in str(error)
+        if ours or not (isinstance(error, AssertionError) or "axis" in str(error)):
+            raise
+        raise ValueError(
+            f"the collection {collection!r} could not be scanned: it must go along axis 0 "
+            f"({error}). {SCAN_CURE}"
+        ) from error
 
 
 def compile(
@@ -248,7 +264,7 @@ def _plain(variables: Mapping) -> dict:
 
 def _apply(model, apply_kwargs):
     """The default forward: ``model.apply`` on a batch, with a dropout rng in case it is asked."""
-    rngs = apply_kwargs.pop("rngs", None) or {"dropout": jax.random.key(0)}
+    rngs = {"dropout": jax.random.key(0), **(apply_kwargs.pop("rngs", None) or {})}
 
     def run(variables, batch):
         args, kwargs = split_batch(batch)

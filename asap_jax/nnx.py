@@ -33,6 +33,12 @@ __all__ = [
 ]
 
 
+SCAN_CURE = (
+    "inside nnx.scan / nnx.vmap slice the two variable types along axis 0, for instance "
+    "nnx.StateAxes({nnx.Param: 0, AsapState: 0, AsapCapture: 0, ...: None})"
+)
+
+
 class AsapState(nnx.Variable):
     """Holds the CompiledState of one layer."""
 
@@ -83,10 +89,10 @@ class SinkhornAttention(nnx.Module):
         attn_weights_value_einsum=None,
     ):
         """Arguments and result as ``sinkhorn_attention``."""
-        if self._captures():
-            record = Record.of(query, key, value, bias, mask, self.spec)
-            self.sow(AsapCapture, "record", record, init_fn=lambda: None, reduce_fn=_only_one)
-            deterministic = True
+        for slot in getattr(self, "__captures__", ()):
+            if type(slot) is AsapCapture:
+                self._record(slot, Record.of(query, key, value, bias, mask, self.spec))
+                deterministic = True
         options = dict(
             spec=self.spec,
             implementation=self.implementation,
@@ -106,7 +112,7 @@ class SinkhornAttention(nnx.Module):
             return attention.sinkhorn_attention(query, key, value, bias, mask, **options)
         state = self.asap.get_value()
         path = self.asap.get_metadata("path", "SinkhornAttention")
-        state.check(self.spec, path)
+        state.check(self.spec, path, SCAN_CURE)
         capture.note("compiled", path)
         return attention.asap_attention(
             query,
@@ -119,16 +125,14 @@ class SinkhornAttention(nnx.Module):
             **options,
         )
 
-    def _captures(self) -> bool:
-        return any(type(c) is AsapCapture for c in getattr(self, "__captures__", ()))
-
-
-def _only_one(old, new):
-    if old is not None:
-        raise ValueError(
-            capture.SHARED_INSTANCE.format(path="nnx.SinkhornAttention", old="AsapCapture state")
+    def _record(self, slot: AsapCapture, record: Record) -> None:
+        path = slot.get_metadata("path", "SinkhornAttention")
+        capture.note("recorded", path)
+        if "record" in slot.get_value():
+            raise ValueError(capture.SHARED_INSTANCE.format(path=path, old="AsapCapture state"))
+        self.sow(
+            AsapCapture, "record", record, init_fn=lambda: None, reduce_fn=lambda old, new: new
         )
-    return new
 
 
 def sinkhorn_layers(model: nnx.Module) -> dict[str, SinkhornAttention]:
@@ -158,31 +162,54 @@ class Calibration(compiling.Calibration):
         """Arguments as ``compile``."""
         super().__init__(options or Options())
         self._run = forward or _call(dict(apply_kwargs or {}))
-        self._recorded = jax.jit(self._record, static_argnums=0)
+        self._recorded = jax.jit(self._record)
+        self._probe = capture.fresh_probe()
 
     def _record(self, graph, state, batch):
-        _, captured = nnx.capture(self._run, AsapCapture)(nnx.merge(graph, state), batch)
-        flat = nnx.to_flat_state(captured)
-        return {"/".join(map(str, path[:-1])): record.get_value() for path, record in flat}
+        model = nnx.merge(graph, state)
+        self._run(model, batch)
+        found = {}
+        for path, layer in sinkhorn_layers(model).items():
+            (slot,) = layer.__captures__
+            if "record" in slot.get_value():
+                found[path] = slot.get_value()["record"]
+        return found
 
     def records(self, teacher: nnx.Module, batch: Any) -> Mapping[str, Record]:
         """The records of every layer of the model ``teacher``."""
-        return self._recorded(*nnx.split(_evaluating(teacher)), batch)
+        probe = _evaluating(teacher)
+        for path, layer in sinkhorn_layers(probe).items():
+            # As nnx.capture does, on these modules alone; the number keeps old traces away.
+            slot = AsapCapture({}, path=path, probe=self._probe)
+            layer.__captures__ = nnx.data((slot,))
+        with capture.observe() as observer:
+            found = self._recorded(*nnx.split(probe), batch)
+        lost = [path for path in observer.recorded if path not in found]
+        if lost:
+            raise ValueError(
+                f"layers {lost} ran but their records were dropped by a transform around them: "
+                + SCAN_CURE
+            )
+        return found
 
     def attach(self, teacher: nnx.Module, states: Mapping[str, CompiledState], batch: Any) -> dict:
         """``model``, a compiled copy; fails if any layer did not switch."""
-        compiled, probe = nnx.clone(teacher), _evaluating(teacher)
-        attach(compiled, states)
-        attach(probe, states)
+        number = capture.fresh_probe()
+        ran = self.records(teacher, batch)
+        probe = _evaluating(teacher)
+        attach(probe, {path: state.replace(probe=number) for path, state in states.items()})
         graph, state = nnx.split(probe)
         with capture.observe() as observer:
             jax.eval_shape(lambda s, b: self._run(nnx.merge(graph, s), b), state, batch)
-        missing = [path for path in states if path not in observer.compiled]
+        missing = [path for path in states if path in ran and path not in observer.compiled]
         if missing:
             raise ValueError(
-                f"layers {missing} did not switch to the compiled operator: the "
-                f"forward pass did not run them on the model it was given"
+                f"layers {missing} did not switch to the compiled operator: the forward pass did "
+                f"not run them on the model it was given, or a transform drops their state. "
+                + SCAN_CURE
             )
+        compiled = nnx.clone(teacher)
+        attach(compiled, states)
         return {"model": compiled}
 
 
@@ -250,6 +277,9 @@ def _evaluating(model: nnx.Module) -> nnx.Module:
     teacher = nnx.clone(model)
     for module in sinkhorn_layers(teacher).values():
         module.asap = None
+    for _, module in nnx.iter_modules(teacher):
+        if isinstance(module, nnx.Dropout):
+            module.rate = 0.0  # also where the call itself says deterministic=False
     teacher.eval()
     return teacher
 

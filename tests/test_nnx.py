@@ -387,6 +387,18 @@ class WithSequential(nnx.Module):
         return x + self.mlp(x)
 
 
+def test_a_scanned_block_may_hold_a_sequential(rng):
+    class Blocks(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([WithSequential(i) for i in range(DEPTH)])
+
+    batches = data(rng)
+    result = compile_model(Scan(Blocks()), batches)
+    (state,) = result.states.values()
+    chex.assert_shape(state.predictor.coefficients, (DEPTH, SLICES))
+    chex.assert_tree_all_finite(state)
+
+
 def test_a_jitted_forward_compiles_again(rng):
     """The second time its trace comes from a cache."""
     batches = data(rng)
@@ -550,6 +562,20 @@ def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
     model(batches[0])
     with pytest.raises(ValueError, match="Build one SinkhornAttention per layer"):
         compile_model(model, batches)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["scan", "scan after a plain layer"])
+@pytest.mark.parametrize(
+    "types", [(), (State,), (Capture,)], ids=["neither", "AsapState", "AsapCapture"]
+)
+def test_a_scan_that_drops_a_variable_type_is_an_error_with_the_cure(rng, types, outside):
+    axes = nnx.StateAxes({nnx.Param: 0, **dict.fromkeys(types, 0), ...: None})
+    model = Scan(Loop(), axes, outside=outside)
+    batches = data(rng)
+    model(batches[0])
+    with pytest.raises(ValueError, match=r"AsapState.*AsapCapture") as error:
+        compile_model(model, batches)
+    assert "layers/attention/attention_fn" in str(error.value)
 
 
 def test_the_cure_cures(rng):
