@@ -48,7 +48,7 @@ class Record:
     @classmethod
     def of(cls, query, key, value, bias, mask, spec) -> Record:
         """Records one call as it was made."""
-        mark = jnp.zeros((), jnp.int32)
+        mark = jnp.zeros((), jnp.float32)
         return cls(query, key, value, bias, mask, mark, spec=spec, ndim=query.ndim)
 
     @property

@@ -106,7 +106,7 @@ class LayerFit:
             jax.tree.map(lambda *x: jnp.stack(x).reshape(*self.stack, *x[0].shape), *heads)
             for heads in zip(*(heads for heads, _ in solved), strict=True)
         ]
-        mark = jnp.zeros(self.stack, jnp.int32)
+        mark = jnp.zeros(self.stack, jnp.float32)  # a float: states are differentiated
         state = CompiledState(self._predictor(heads), self.spec, self.options.closures, mark)
         return state, [figures for _, figures in solved]
 

@@ -668,3 +668,17 @@ def test_the_report_prints_as_a_table(rng):
                  "attention rel-l2", "output RMSE", "row error", "column error", "ASAP-0", "ASAP",
                  "Sinkhorn S=2", "Sinkhorn S=3", "teacher"):  # fmt: skip
         assert word in text
+
+
+def test_compiled_variables_can_be_trained_on(rng):
+    model, variables = teacher()
+    x = data(rng, 1)[0]
+    compiled = aj.linen.compile(model, variables, data(rng), num_slices=SLICES).variables
+    loss = lambda v: jnp.sum(jnp.sin(model.apply(v, x, train=False)))
+    gradient = jax.grad(loss)(compiled)
+    slope = gradient["asap"][FIRST]["state"].predictor.coefficients
+    step = jax.tree.map(lambda g: 1e-3 * g, gradient)
+    moved = [loss(jax.tree.map(op, compiled, step)) for op in (jnp.add, jnp.subtract)]
+    squares = sum(float(jnp.vdot(g, g)) for g in jax.tree.leaves(gradient))
+    assert float(moved[0] - moved[1]) == pytest.approx(2e-3 * squares, rel=0.05)
+    assert np.abs(np.asarray(slope)).max() > 0

@@ -21,8 +21,8 @@ from train.recipes import Recipe
 
 EPOCHS = 5
 LEARNING_RATE = 2e-4
-TRAINED = ("out", "norm", "classifier", "coefficients", "token_bias")
-"""A leaf is trained when a part of its path ends in one of these."""
+TRAINED = {"out", "attention_norm", "mlp_norm", "norm", "classifier", "coefficients", "token_bias"}
+"""A leaf is trained when a part of its path has one of these names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ def trained_leaves(variables: dict) -> dict:
     """``"train"`` or ``"keep"`` for every leaf, by its path."""
 
     def label(path, _):
-        names = [str(getattr(part, "key", getattr(part, "name", part))) for part in path]
-        return "train" if any(name.endswith(TRAINED) for name in names) else "keep"
+        names = {str(getattr(part, "key", getattr(part, "name", part))) for part in path}
+        return "train" if names & TRAINED else "keep"
 
     return jax.tree_util.tree_map_with_path(label, variables)
 
