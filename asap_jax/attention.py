@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, ctransform, inputs, masks
+from asap_jax import checks, ctransform, inputs, masks, outputs, plans
 from asap_jax import closures as closing
 from asap_jax.predictor import DualPair, Predictor, predict
 from asap_jax.scores import query_shift
@@ -60,7 +60,8 @@ def sinkhorn_attention(
       mask: rank of the scores, size-1 axes allowed, bool or 0/1; honoured entry by entry.
       spec: the finite-budget convention.
       return_weights: static; also return the weights ``(..., heads, N, M)``.
-      implementation: ``"auto"`` or ``"log"`` (log domain).
+      implementation: ``"log"`` keeps to the log domain; ``"scaling"`` exponentiates once and falls
+        back to the log domain where that form cannot be trusted; ``"auto"`` is ``"scaling"``.
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``. Queries with no
@@ -83,17 +84,10 @@ def sinkhorn_attention(
         implementation=implementation,
         einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
     )
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-    weights = closing.finish(
-        kernel,
-        jnp.zeros_like(kernel[..., 0, :]),
-        side="key",
-        num_steps=spec.num_steps,
-        log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype),
-    )
-    return inputs.finish(
+    zero = jnp.zeros_like(p.k[..., 0])
+    return outputs.finish(
         p,
-        weights,
+        _plan(p, spec, zero, "key", spec.num_steps, implementation),
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
@@ -169,20 +163,13 @@ def asap_attention(
         einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
     )
     if direct:
-        weights = direct_weights(predictor, p, spec)
+        plan = plans.Dense(direct_weights(predictor, p, spec))
     else:
-        kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
         dual = predicted_dual(predictor, p, spec)
-        weights = closing.finish(
-            kernel,
-            dual / spec.epsilon,
-            side=predictor.side,
-            num_steps=num_steps,
-            log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype),
-        )
-    return inputs.finish(
+        plan = _plan(p, spec, dual / spec.epsilon, predictor.side, num_steps, implementation)
+    return outputs.finish(
         p,
-        weights,
+        plan,
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
@@ -233,11 +220,10 @@ def softmax_attention(
         implementation=implementation,
         einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
     )
-    kernel = ctransform.log_kernel(p.scores, 1.0, p.mask)
-    weights = ctransform.closure_weights(kernel, jnp.zeros_like(kernel[..., 0, :]), -1, 0.0)
-    return inputs.finish(
+    zero = jnp.zeros_like(p.k[..., 0])
+    return outputs.finish(
         p,
-        weights,
+        _plan(p, SinkhornSpec(num_steps=1), zero, "key", 1, implementation),
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
@@ -246,6 +232,13 @@ def softmax_attention(
         module=module,
         return_weights=return_weights,
     )
+
+
+def _plan(p: inputs.Problem, spec, start, side: str, num_steps: int, implementation: str):
+    """The plan of ``num_steps`` closures from the log scaling ``start`` on ``side``."""
+    target = closing.log_key_target(spec.key_mass, p.mask, p.score_shape, p.q.dtype)
+    settings = plans.Settings(side, num_steps, spec.epsilon, p.scale, implementation)
+    return plans.Closed(p, start, target, settings)
 
 
 def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
@@ -290,7 +283,7 @@ def predicted_dual(predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec) 
         p.q,
         p.k,
         scale=p.scale,
-        scores=p.scores,
+        scores=p.scores if predictor.baseline == "first_step" else None,
         epsilon=spec.epsilon,
         mask=p.mask,
         query_valid=None if valid is None else valid.query,

@@ -145,7 +145,7 @@ def kl_item(record: Record, families) -> KLItem:
     if p.validity is not None:
         x = masks.zero_inactive(x, p.validity.query)
         y = jnp.where(p.validity.query, y, jnp.zeros_like(y))
-    bias, _ = masks.as_bias(record.bias, p.scores.shape)
+    bias, _ = masks.as_bias(record.bias, p.score_shape)
     return KLItem(p.q, p.k, bias, p.mask, x, y)
 
 
@@ -200,9 +200,7 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
         reference = call(attention.sinkhorn_attention, spec=spec)
         p = problem(record)
         target = jnp.exp(
-            jnp.asarray(
-                closing.log_key_target(spec.key_mass, p.mask, p.scores.shape, p.scores.dtype)
-            )
+            jnp.asarray(closing.log_key_target(spec.key_mass, p.mask, p.score_shape, p.q.dtype))
         )
 
         def measure(operator):

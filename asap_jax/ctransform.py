@@ -46,14 +46,26 @@ def closure_weights(kernel: jax.Array, scaling: jax.Array, axis: int, log_target
     Same arguments as ``closure_step``; returns A ``(..., N, M)``. The slices along ``axis`` sum
     to ``exp(log_target)`` to rounding at any logits, and masked entries are exactly 0.
     """
+    mass, total, target = closure_parts(kernel, scaling, axis, log_target)
+    return mass * (target / total)
+
+
+def closure_parts(
+    kernel: jax.Array, scaling: jax.Array, axis: int, log_target
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The final half-step before its division: ``A = mass * (target / total)``.
+
+    Same arguments as ``closure_step``; returns ``mass (..., N, M)`` in 0..1, its sums ``total``
+    over ``axis`` (kept; 1 where all is masked) and ``target``, broadcasting to ``total``.
+    """
     x = kernel + jnp.expand_dims(scaling, -1 if axis == -2 else -2)
     peak, empty = _peak(x, axis)
-    e = jnp.exp(x - peak)
-    total = jnp.sum(e, axis=axis, keepdims=True)
+    mass = jnp.exp(x - peak)
+    total = jnp.sum(mass, axis=axis, keepdims=True)
     target = jnp.exp(jnp.asarray(log_target, dtype=kernel.dtype))
     if target.ndim:
         target = jnp.expand_dims(target, axis)
-    return e * (target / jnp.where(empty, jnp.ones_like(total), total))
+    return mass, jnp.where(empty, jnp.ones_like(total), total), target
 
 
 def key_ctransform(scores, f, *, epsilon: float = 1.0, log_target=0.0, mask=None) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import checks, ctransform, inputs
+from asap_jax import checks, ctransform, inputs, outputs, plans
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
@@ -117,15 +117,16 @@ def diff_attention(
         scale=None if scale is None else checks.positive_float("scale", scale),
         precision=precision,
         implementation=implementation,
+        implementations=("auto", "log"),
         einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
     )
     start = diff_lambda_init(depth) if lambda_init is None else lambda_init
     start = _scalar("lambda_init", start, p.q.dtype)
     vectors = dict(zip(VECTORS, (lambda_q1, lambda_k1, lambda_q2, lambda_k2), strict=True))
     weights = difference(softmax_maps(p), diff_lambda(start, vectors, p.q))
-    out = inputs.finish(
+    out = outputs.finish(
         p.replace(v=paired_values(p.v), dtype=p.q.dtype),
-        weights,
+        plans.Dense(weights),
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,

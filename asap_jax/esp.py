@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asap_jax import checks, inputs, masks, sliced_plans, softsort
+from asap_jax import checks, inputs, masks, outputs, plans, sliced_plans, softsort
 from asap_jax.spec import PADDINGS
 
 MODES = ("soft", "hard_released", "hard")
@@ -134,7 +134,7 @@ def esp_attention(
         einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
     )
     _refuse_bias(bias)
-    _refuse_support(mask, bias, p.scores.shape, padding, mode)
+    _refuse_support(mask, bias, p.score_shape, padding, mode)
     active = masks.feature_validity(p.validity, padding)
     if active is not None:
         p = p.replace(
@@ -156,9 +156,9 @@ def esp_attention(
     )
     if p.mask is not None:
         weights = jnp.where(p.mask, weights, jnp.zeros_like(weights))
-    return inputs.finish(
+    return outputs.finish(
         p,
-        weights,
+        plans.Dense(weights),
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,

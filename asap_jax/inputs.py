@@ -1,4 +1,4 @@
-"""From an attention call to per-head problems: layout, dtypes, masks, dropout.
+"""From an attention call to per-head problems: layout, dtypes, masks.
 
 Attention functions take Flax's layout ``(..., length, heads, head_dim)``; everything behind
 them works on ``(..., heads, length, head_dim)``.
@@ -16,7 +16,7 @@ from asap_jax import checks, masks
 from asap_jax.scores import accumulation_dtype
 from asap_jax.scores import scores as make_scores
 
-IMPLEMENTATIONS = ("auto", "log")
+IMPLEMENTATIONS = ("auto", "log", "scaling")
 
 
 @flax.struct.dataclass
@@ -26,7 +26,7 @@ class Problem:
     Attributes:
       q ``(..., H, N, d)``, k ``(..., H, M, d)``, v ``(..., H, M, d_v)``: float32 at least, rows
         of inactive tokens set to 0.
-      scores ``(..., H, N, M)``: with the bias, finite entries at masked places too.
+      bias: broadcasts to the scores, 0 at masked places, or None.
       mask: bool, broadcasting to the scores, or None.
       validity: closure validities, or None for "all".
       scale: the score scale.
@@ -36,11 +36,24 @@ class Problem:
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    scores: jax.Array
+    bias: jax.Array | None
     mask: jax.Array | None
     validity: masks.Validity | None
     scale: float = flax.struct.field(pytree_node=False)
     dtype: Any = flax.struct.field(pytree_node=False)
+    precision: Any = flax.struct.field(pytree_node=False, default=None)
+
+    @property
+    def score_shape(self) -> tuple[int, ...]:
+        """``(..., H, N, M)``."""
+        return (*self.q.shape[:-1], self.k.shape[-2])
+
+    @property
+    def scores(self) -> jax.Array:
+        """``(..., H, N, M)``: with the bias, finite entries at masked places too."""
+        return make_scores(
+            self.q, self.k, scale=self.scale, bias=self.bias, precision=self.precision
+        )
 
 
 def make_problem(
@@ -55,6 +68,7 @@ def make_problem(
     precision=None,
     is_causal=False,
     implementation="auto",
+    implementations=IMPLEMENTATIONS,
     einsums=(),
 ) -> Problem:
     """Checks one attention call and brings it to per-head form.
@@ -64,7 +78,7 @@ def make_problem(
         an unknown implementation.
       TypeError: dtypes that are not real floating; settings that are not static.
     """
-    checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+    checks.one_of("implementation", implementation, implementations)
     refuse_causal(is_causal)
     if any(einsum is not None for einsum in einsums):
         raise ValueError(
@@ -87,8 +101,7 @@ def make_problem(
         if bias is not None:
             bias = jnp.where(mask, bias, jnp.zeros_like(bias))
     scale = 1.0 / q.shape[-1] ** 0.5 if scale is None else scale
-    s = make_scores(q, k, scale=scale, bias=bias, precision=precision)
-    return Problem(q, k, v, s, mask, validity, scale, out_dtype)
+    return Problem(q, k, v, bias, mask, validity, scale, out_dtype, precision)
 
 
 def refuse_causal(is_causal) -> None:
@@ -139,65 +152,3 @@ def match_heads(query, key, value) -> tuple[jax.Array, jax.Array]:
     if repeats == 1:
         return key, value
     return jnp.repeat(key, repeats, axis=-2), jnp.repeat(value, repeats, axis=-2)
-
-
-def dropout(weights: jax.Array, *, rng, rate, deterministic, broadcast: bool) -> jax.Array:
-    """Attention dropout after normalisation; it breaks the marginals by design.
-
-    ``broadcast`` shares one mask over the batch axes, as in Flax.
-
-    Raises:
-      ValueError: a rate outside [0, 1), or no rng where one is needed.
-    """
-    rate = checks.non_negative_float("dropout_rate", rate)
-    if rate >= 1:
-        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
-    if rate == 0 or checks.static_bool("deterministic", deterministic):
-        return weights
-    if rng is None:
-        raise ValueError("dropout_rng is needed when dropout_rate > 0 and deterministic=False")
-    shape = weights.shape
-    if checks.static_bool("broadcast_dropout", broadcast):
-        shape = (1,) * max(0, len(shape) - 3) + shape[-3:]
-    keep = jax.random.bernoulli(rng, 1 - rate, shape)
-    return jnp.where(keep, weights / (1 - rate), jnp.zeros_like(weights))
-
-
-def finish(
-    problem: Problem,
-    weights: jax.Array,
-    *,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=True,
-    precision=None,
-    module=None,
-    return_weights=False,
-):
-    """Dropout, value mixing and layout; ``(..., N, H, d_v)`` or ``(out, weights)``.
-
-    With ``module`` the weights are sown under Flax's name ``attention_weights``.
-    """
-    if module is not None:
-        _sow(module, weights.astype(problem.dtype))
-    mixed = dropout(
-        weights,
-        rng=dropout_rng,
-        rate=dropout_rate,
-        deterministic=deterministic,
-        broadcast=broadcast_dropout,
-    )
-    out = jnp.einsum("...nm,...md->...nd", mixed, problem.v, precision=precision)
-    out = jnp.swapaxes(out, -2, -3).astype(problem.dtype)
-    if not checks.static_bool("return_weights", return_weights):
-        return out
-    return out, weights.astype(problem.dtype)
-
-
-def _sow(module, weights) -> None:
-    import flax.linen
-    import flax.nnx
-
-    kind = "intermediates" if isinstance(module, flax.linen.Module) else flax.nnx.Intermediate
-    module.sow(kind, "attention_weights", weights)

@@ -122,7 +122,7 @@ def find(name: str) -> Recipe:
     return RECIPES[name]
 
 
-_FASHION = Pixels(mean=(0.2860,), std=(0.3530,), shift=2, flip=True)
+_FASHION = Pixels(mean=(0.2860,), std=(0.3530,), shift=1, flip=True)
 
 DEMO = Recipe(
     name="demo",

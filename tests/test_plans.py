@@ -1,0 +1,189 @@
+"""Ways to compute one plan: exponentiated once, in the log domain, a few problems at a time."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+import reference
+from scipy.special import logsumexp
+
+import asap_jax as aj
+from asap_jax import chunks, closures, scaling
+
+SHAPE = (2, 3, 7, 5)  # batch, heads, queries, keys
+
+
+def closing(rng, side, num_steps, size, dtype=jnp.float32):
+    """Arguments of closures.finish and scaling.scale: scores of that spread, a start, a target."""
+    kernel = jnp.asarray(rng.normal(size=SHAPE) * size, dtype)
+    count = SHAPE[-2] if side == "query" else SHAPE[-1]
+    start = jnp.asarray(rng.normal(size=(*SHAPE[:2], count)) * size / 3, dtype)
+    target = jnp.log(jnp.asarray(SHAPE[-2] / SHAPE[-1], dtype))
+    return (kernel, start), dict(side=side, num_steps=num_steps, log_target=target)
+
+
+def alternating(kernel, start, side, num_steps, log_target):
+    """Weights after half-steps that start on `side`, in float64 log domain."""
+    u, v = (start, 0.0) if side == "query" else (0.0, start)
+    for _ in range(num_steps):
+        if side == "query":
+            v = float(log_target) - logsumexp(kernel + u[..., None], axis=-2)
+        else:
+            u = -logsumexp(kernel + v[..., None, :], axis=-1)
+        side = closures.OTHER[side]
+    return np.exp(kernel + u[..., None] + v[..., None, :])
+
+
+@pytest.mark.parametrize("size", [1, 10, 100, 300])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 20])
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_scaling_gives_the_log_domain_weights(rng, side, num_steps, size):
+    args, settings = closing(rng, side, num_steps, size)
+    scaled = jax.jit(functools.partial(scaling.scale, **settings))(*args)
+    expected = alternating(*(np.asarray(a, np.float64) for a in args), **settings)
+    assert bool(scaled.ok)
+    # Scores of size s carry a rounding of s eps, which is relative in the weights.
+    np.testing.assert_allclose(scaled.weights(), expected, rtol=0, atol=1e-6 + 1e-7 * size)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5, 10])
+def test_teacher_weights_follow_the_paper_at_any_sharpness(rng, num_steps):
+    for size, tolerance in ((10, 5e-6), (50, 2e-5)):
+        s = problems.uniform_scores(rng, 12, 12, bound=size)
+        # Scores enter as a bias on zero queries, so that their float32 values are exact.
+        q = jnp.zeros((12, 1, 4))
+        bias = jnp.asarray(s, jnp.float32)[None]
+        v = jnp.eye(12)[:, None]
+        out = aj.sinkhorn_attention(q, q, v, bias, spec=aj.SinkhornSpec(num_steps))
+        expected = reference.sinkhorn(np.asarray(bias[0], np.float64), num_steps=num_steps)
+        np.testing.assert_allclose(out[:, 0], expected, rtol=0, atol=tolerance)
+
+
+def starved(dtype=jnp.float32):
+    """Two queries that may only attend one key of unit mass: the scalings grow without bound."""
+    mask = np.array([[1, 0, 0], [1, 0, 0], [1, 1, 1]], bool)
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 3, 2, 4), dtype)
+    return q, k, v, jnp.asarray(mask)[None, None], aj.SinkhornSpec(num_steps=150)
+
+
+def test_scalings_beyond_the_range_fall_back_to_the_log_domain():
+    q, k, v, mask, spec = starved()
+    kernel = jnp.where(mask, aj.scores(*(jnp.swapaxes(x, 1, 2) for x in (q, k))), -jnp.inf)
+    settings = dict(side="key", num_steps=150, log_target=jnp.zeros(()))
+    assert not bool(scaling.scale(kernel, jnp.zeros((1, 2, 3)), **settings).ok)
+
+    def outputs(implementation):
+        function = functools.partial(
+            aj.sinkhorn_attention, mask=mask, spec=spec, implementation=implementation
+        )
+        loss = lambda *qkv: jnp.sum(jnp.sin(function(*qkv)))
+        return function(q, k, v), jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    chex.assert_trees_all_equal(outputs("scaling"), outputs("log"))
+    chex.assert_tree_all_finite(outputs("scaling"))
+
+
+def test_the_guard_stays_one_scalar_under_vmap():
+    q, k, v, mask, spec = starved()
+    function = functools.partial(aj.sinkhorn_attention, mask=mask[0], spec=spec)
+    text = str(jax.make_jaxpr(jax.vmap(function))(q, k, v))
+    assert "cond[" in text  # a batched predicate would have turned it into a select of both
+    mapped = jax.vmap(function)(jnp.concatenate([q, q]), *(jnp.concatenate([x, x]) for x in (k, v)))
+    chex.assert_trees_all_close(mapped[1], function(q[0], k[0], v[0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 6])
+def test_derivatives_of_the_scaling_form(rng, x64, num_steps, masked):
+    q, k, v = (jnp.asarray(2 * rng.normal(size=(2, n, 2, 3))) for n in (5, 6, 6))
+    mask = jnp.asarray(rng.random((2, 2, 5, 6)) > 0.3) if masked else None
+
+    def of(implementation):
+        function = functools.partial(
+            aj.sinkhorn_attention,
+            mask=mask,
+            spec=aj.SinkhornSpec(num_steps),
+            implementation=implementation,
+        )
+        loss = lambda *qkv: jnp.sum(jnp.sin(function(*qkv)))
+        gradient = jax.grad(loss, argnums=(0, 1, 2))
+        forward = jax.jvp(function, (q, k, v), (k[:, :5], v, k))[1]
+        second = jax.jvp(gradient, (q, k, v), (k[:, :5], v, k))[1]
+        return gradient(q, k, v), forward, second
+
+    chex.assert_trees_all_close(of("scaling"), of("log"), atol=1e-11)
+
+
+def test_implementations_agree_for_every_operator(rng):
+    q, k, v = problems.attention_inputs(rng, queries=6, keys=6)
+    bias = problems.normal(rng, 1, 3, 6, 6)
+    mask = jnp.asarray(problems.random_mask(rng, 2, 1, 6, 6))
+    bank = jnp.asarray(rng.normal(size=(5, q.shape[-1])), jnp.float32)
+    predictor = aj.Predictor(directions=bank, coefficients=jnp.full(5, 0.3))
+    spec = aj.SinkhornSpec(num_steps=4)
+    for function in (
+        functools.partial(aj.sinkhorn_attention, spec=spec),
+        functools.partial(aj.asap_attention, predictor=predictor, spec=spec, closures="one_sided"),
+        functools.partial(aj.asap_attention, predictor=predictor, spec=spec),
+        aj.softmax_attention,
+    ):
+        results = [
+            function(q, k, v, bias, mask, implementation=name, return_weights=weights)
+            for name in ("auto", "scaling", "log")
+            for weights in (False, True)
+        ]
+        outs = [r[0] if isinstance(r, tuple) else r for r in results]
+        for out in outs[1:]:
+            chex.assert_trees_all_close(out, outs[0], atol=2e-6)
+
+
+# ------------------------------------------------------------------- a few problems at a time
+
+
+@pytest.mark.parametrize(
+    ("lead", "kernel", "limit", "expected"),
+    [
+        ((4, 8), 100, 10_000, (4, 8)),  # all at once
+        ((4, 8), 100, 1_600, (2, 8)),  # heads whole, two examples
+        ((4, 8), 100, 500, (1, 4)),  # half the heads of one example
+        ((4, 8), 100, 10, (1, 1)),  # one problem even where it does not fit
+        ((3, 7), 100, 500, (1, 1)),  # only divisors
+        ((2, 1, 6), 10, 120, (2, 1, 6)),
+        ((), 10, 1, ()),
+    ],
+)
+def test_how_many_problems_are_done_at_a_time(lead, kernel, limit, expected):
+    assert chunks.sizes(lead, kernel, limit) == expected
+
+
+@pytest.mark.parametrize("step", [(1, 1), (1, 3), (2, 1), (2, 2), (4, 6)])
+def test_parts_give_the_whole(rng, step):
+    x, shared, head = (rng.normal(size=s).astype("f") for s in ((4, 6, 5), (1, 1, 5), (1, 6, 1)))
+
+    def function(x, shared, head, nothing):
+        assert nothing is None
+        assert x.shape[:2] == step
+        return jnp.cumsum(x * shared, -1) + head
+
+    out = chunks.over_problems(function, (x, shared, head, None), (4, 6), step)
+    np.testing.assert_allclose(out, np.cumsum(x * shared, -1) + head, rtol=1e-5)
+
+
+def test_chunked_attention_and_its_gradient_are_those_of_the_whole(rng, monkeypatch):
+    q, k, v = problems.attention_inputs(rng, queries=6, keys=6, batch=4)
+    bias = problems.normal(rng, 1, 3, 6, 6)
+    mask = jnp.asarray(problems.random_mask(rng, 4, 1, 1, 6))
+
+    def results():
+        function = functools.partial(aj.sinkhorn_attention, mask=mask, spec=aj.SinkhornSpec(5))
+        loss = lambda *args: jnp.sum(jnp.sin(function(*args)))
+        return function(q, k, v, bias), jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
+
+    monkeypatch.setattr(chunks, "ELEMENTS", {})
+    whole = results()
+    monkeypatch.setattr(chunks, "ELEMENTS", {jax.default_backend(): 36})
+    chex.assert_trees_all_close(results(), whole, atol=1e-5)
