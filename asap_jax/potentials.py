@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, masks, slices
+from asap_jax import checks, masks, slices, sorting
 from asap_jax.scores import accumulation_dtype, resolve_scale
 
 OUTSIDE = ("extend", "zero")
@@ -87,7 +87,7 @@ def _monotone(a, b, a_valid, b_valid) -> _Monotone:
 
 def _sorted_support(x: jax.Array, valid: jax.Array, count: jax.Array) -> jax.Array:
     """The valid entries in ascending order, then the last of them repeated (0 if there is none)."""
-    ordered = jnp.sort(jnp.where(valid, x, jnp.inf))
+    ordered = sorting.ascending(jnp.where(valid, x, jnp.inf))
     last = ordered[jnp.maximum(count, jnp.uint32(1)) - jnp.uint32(1)]
     last = jnp.where(count > 0, last, jnp.zeros_like(last))
     return jnp.where(jnp.arange(x.shape[0], dtype=jnp.uint32) < count, ordered, last)
