@@ -16,7 +16,7 @@ from asap_jax import checks, masks
 from asap_jax.scores import accumulation_dtype
 from asap_jax.scores import scores as make_scores
 
-IMPLEMENTATIONS = ("auto", "log", "scaling")
+IMPLEMENTATIONS = ("auto", "log", "scaling", "streaming")
 
 
 @flax.struct.dataclass

@@ -1,7 +1,8 @@
 """Plans: n closures from a dual, read out as weights or applied to values.
 
 One problem, several ways to compute it: ``"scaling"`` exponentiates once and falls back to the
-log domain where that form cannot be trusted; ``"log"`` stays in the log domain.
+log domain where that form cannot be trusted; ``"streaming"`` works tile by tile; ``"log"`` stays
+in the log domain.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from asap_jax import chunks, closures, ctransform, scaling
+from asap_jax import chunks, closures, ctransform, scaling, streaming
 from asap_jax.inputs import Problem
 from asap_jax.scores import scores as make_scores
+
+STREAMED_STEPS, STREAMED_SIZE = 3, 2**20
 
 
 class Dense(NamedTuple):
@@ -63,13 +66,15 @@ class Closed(NamedTuple):
     def mix(self, values: jax.Array, precision=None) -> jax.Array:
         """``A @ values``, a few problems at a time, without keeping A."""
         lead, (n, m) = self.problem.score_shape[:-2], self.problem.score_shape[-2:]
+        settings = self.settings._replace(implementation=choose(self.settings, n, m))
+        rows = min(n, streaming.BLOCK) if settings.implementation == "streaming" else n
         return _chunked(
             *self._arrays(),
             values,
-            settings=self.settings,
+            settings=settings,
             precision=(self._precision, precision),
             lead=lead,
-            step=chunks.sizes(lead, n * m),
+            step=chunks.sizes(lead, rows * m),
         )
 
     @property
@@ -92,10 +97,21 @@ def _whole(q, k, bias, mask, start, log_target, values, *, settings, precision):
 @functools.partial(jax.jit, static_argnames=("settings", "precision", "lead", "step"))
 def _chunked(q, k, bias, mask, start, log_target, values, *, settings, precision, lead, step):
     def part(q, k, bias, mask, start, log_target, values):
+        if settings.implementation == "streaming":
+            given = (q, k, bias, mask, start, log_target, values)
+            return streaming.mix(*given, settings=settings, precision=precision)
         kernel = _kernel(q, k, bias, mask, settings, precision[0])
         return read(kernel, start, log_target, values, settings, precision[1])
 
     return chunks.over_problems(part, (q, k, bias, mask, start, log_target, values), lead, step)
+
+
+def choose(settings: Settings, n: int, m: int) -> str:
+    """What ``"auto"`` stands for: tiles where the kernel outgrows a CPU's cache."""
+    if settings.implementation != "auto":
+        return settings.implementation
+    few = settings.num_steps <= STREAMED_STEPS and n * m >= STREAMED_SIZE
+    return "streaming" if few and jax.default_backend() == "cpu" else "scaling"
 
 
 def _kernel(q, k, bias, mask, settings, precision):

@@ -12,7 +12,7 @@ import reference
 from scipy.special import logsumexp
 
 import asap_jax as aj
-from asap_jax import chunks, closures, scaling
+from asap_jax import chunks, closures, plans, scaling, streaming
 
 SHAPE = (2, 3, 7, 5)  # batch, heads, queries, keys
 
@@ -133,7 +133,7 @@ def test_implementations_agree_for_every_operator(rng):
     ):
         results = [
             function(q, k, v, bias, mask, implementation=name, return_weights=weights)
-            for name in ("auto", "scaling", "log")
+            for name in ("auto", "scaling", "streaming", "log")
             for weights in (False, True)
         ]
         outs = [r[0] if isinstance(r, tuple) else r for r in results]
@@ -187,3 +187,63 @@ def test_chunked_attention_and_its_gradient_are_those_of_the_whole(rng, monkeypa
     whole = results()
     monkeypatch.setattr(chunks, "ELEMENTS", {jax.default_backend(): 36})
     chex.assert_trees_all_close(results(), whole, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------ tile by tile
+
+
+@pytest.mark.parametrize("size", [1, 300])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_tiles_give_the_dense_plan_and_its_gradient(rng, x64, side, num_steps, masked, size):
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 3, n, 4))) for n in (11, 7, 7))
+    q = q * size
+    bias = jnp.asarray(rng.normal(size=(1, 3, 1, 7)))
+    mask = jnp.asarray(rng.random((2, 1, 11, 7)) > 0.3) if masked else None
+    start = jnp.asarray(rng.normal(size=(2, 3, 11 if side == "query" else 7)))
+    target = jnp.full((1, 1, 1), np.log(11 / 7))
+    settings = plans.Settings(side, num_steps, 1.0, 0.5, "log")
+
+    def tiled(q, k, v, bias, start):
+        given = (q, k, bias, mask, start, target, v)
+        return streaming.mix(*given, settings=settings, precision=(None, None), block=4)
+
+    def dense(q, k, v, bias, start):
+        kernel = aj.scores(q, k, scale=0.5, bias=bias)
+        kernel = kernel if mask is None else jnp.where(mask, kernel, -jnp.inf)
+        return plans.read(kernel, start, target, v, settings, None)
+
+    def results(function):
+        loss = lambda *args: jnp.sum(jnp.sin(function(*args)))
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, start)
+
+    chex.assert_trees_all_close(results(tiled), results(dense), atol=1e-10)
+
+
+def test_tiles_notice_what_they_cannot_represent():
+    q, k, v, mask, spec = starved()
+    outs = [
+        aj.sinkhorn_attention(q, k, v, mask=mask, spec=spec, implementation=name)
+        for name in ("streaming", "log")
+    ]
+    chex.assert_trees_all_close(*outs, atol=1e-6)
+    settings = plans.Settings("key", 150, 1.0, 0.5, "streaming")
+    heads = lambda x: jnp.swapaxes(x, 1, 2)
+    tiles = streaming.cut(heads(q), heads(k), None, mask, None, settings, None, 2)
+    run = functools.partial(streaming._run, tiles, jnp.zeros((1, 2, 3)), jnp.zeros((1, 1, 1)))
+    assert not bool(run(heads(v), None, None, robust=False)[1])
+
+
+def test_memory_of_tiles_does_not_grow_with_the_square_of_the_length():
+    def temporary(length, implementation):
+        like = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+        function = functools.partial(
+            aj.sinkhorn_attention, spec=aj.SinkhornSpec(3), implementation=implementation
+        )
+        loss = lambda *qkv: jnp.sum(function(*qkv))
+        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        return step.lower(like, like, like).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(8192, "streaming") < 0.05 * temporary(8192, "scaling")
+    assert temporary(8192, "streaming") < 3 * temporary(4096, "streaming")
