@@ -66,9 +66,8 @@ def cut(q, k, bias, mask, start, settings, precision, block: int = BLOCK) -> Til
     size = min(block, count)
     short = -count % size
     if short:
-        live = (jnp.arange(count) < count)[:, None]
+        live = jnp.ones((1,) * (q.ndim - 2) + (count, 1), bool)  # filled up with False
         mask = live if mask is None else mask & live
-        mask = mask.reshape((1,) * (q.ndim - mask.ndim) + mask.shape)
     rows = lambda a, at: None if a is None or a.shape[at] != count else _tiles(a, at, size, short)
     given = ((start, -1), (bias, -2), (mask, -2))
     own = tuple(rows(a, axis) for a, axis in given)
