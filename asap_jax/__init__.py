@@ -9,7 +9,7 @@ from asap_jax.costs import CostInputs, squared_euclidean_inputs
 from asap_jax.ctransform import attention_weights, key_ctransform, query_ctransform
 from asap_jax.diff import diff_attention, diff_lambda_init
 from asap_jax.esp import esp_attention, esp_temperature_schedule
-from asap_jax.features import RankDisplacement, RawProjections, SlicedPotentials
+from asap_jax.features import Moments, RankDisplacement, RawProjections, SlicedPotentials
 from asap_jax.kl import KLFit, fit_kl, kl_objective
 from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
 from asap_jax.options import Options
@@ -33,6 +33,7 @@ __all__ = [
     "LayerReport",
     "LeastSquaresFit",
     "LinearHead",
+    "Moments",
     "NormalEquations",
     "Options",
     "Predictor",

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import attention, checks, inputs, kl, masks, metrics
+from asap_jax import attention, checks, ctransform, inputs, kl, masks, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record
 from asap_jax.least_squares import NormalEquations
@@ -44,7 +44,7 @@ def target_dual(p: inputs.Problem, spec: SinkhornSpec, target: str | int):
     return masks.center(dual, valid) + masks.center(shift, valid), side, validity
 
 
-@functools.partial(jax.jit, static_argnames=("target", "baseline", "token_bias"))
+@functools.partial(jax.jit, static_argnames=("target", "baseline", "token_bias", "rows", "damping"))
 def layer_sums(
     record: Record,
     families,
@@ -52,11 +52,14 @@ def layer_sums(
     target: str | int,
     baseline: str = "none",
     token_bias: bool = False,
+    rows: str = "active",
+    damping: float | None = None,
 ) -> NormalEquations:
     """Normal equations of one record, per head: ``gram (H, F, F)`` (paper, algorithm 1, LS).
 
-    With ``token_bias`` one column per position follows the features. A stacked record gives a
-    leading axis of layers.
+    With ``token_bias`` one column per position follows the features. ``rows="all"`` takes every
+    token of the closures as a row. With ``damping`` rows are weighted by the curvature of one
+    closure's KL objective, ``gauss_newton``. A stacked record gives a leading axis of layers.
     """
 
     def sums(record):
@@ -68,9 +71,46 @@ def layer_sums(
         if token_bias:
             x = jnp.concatenate([x, positions(valid).astype(x.dtype)], axis=-1)
         zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
-        return zero.add(x, y, valid)
+        keep = regression_rows(p, side, valid, rows)
+        if damping is None:
+            return zero.add(x, y, keep)
+        return zero.add_weighted(x, y, gauss_newton(p, record.spec, target, damping, keep), keep)
 
     return over_stack(sums, record)
+
+
+def regression_rows(p: inputs.Problem, side: str, valid, rows: str):
+    """Validity ``(..., N)`` of the regression rows of ``side``; ``valid`` has the features'."""
+    return valid if rows == "active" or p.validity is None else getattr(p.validity, side)
+
+
+def gauss_newton(p: inputs.Problem, spec: SinkhornSpec, target: str | int, damping: float, keep):
+    """The product with the damped curvature of one closure's KL objective.
+
+    With A the weights that one closure from the teacher's dual of ``target`` gives, the objective
+    is quadratic in the dual near it, with ``H = Diag(A 1) - A A'`` (rows and columns swapped on
+    the key side; target masses divided out). Returned is the map
+    ``z -> (1 - damping) H z + damping Diag(keep) z``, ``z (..., N, F)``.
+    """
+    before_end = target if isinstance(target, int) else None
+    duals = sinkhorn_duals(p.scores, spec=spec, mask=p.mask, before_end=before_end)
+    side, dual = (
+        ("query", duals.source) if target == "source" else (duals.aligned_side, duals.aligned)
+    )
+    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
+    a = ctransform.closure_weights(kernel, dual / spec.epsilon, closing.AXIS[side], 0.0)
+    if side == "key":
+        a = jnp.swapaxes(a, -1, -2)
+    mass = a.sum(-1)[..., None]
+    keep = keep[..., None]
+
+    def weigh(z):
+        exact = jax.lax.Precision.HIGHEST
+        inner = jnp.einsum("...nm,...nf->...mf", a, z, precision=exact)
+        curved = mass * z - jnp.einsum("...nm,...mf->...nf", a, inner, precision=exact)
+        return (1 - damping) * curved + damping * jnp.where(keep, z, jnp.zeros_like(z))
+
+    return weigh
 
 
 @jax.jit

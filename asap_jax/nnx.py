@@ -227,6 +227,10 @@ def compile(
     num_slices: int = 32,
     closures: str | int = "two_sided",
     ridge: float = 1e-3,
+    ridge_scale: str = "absolute",
+    rows: str = "active",
+    weighting: str = "none",
+    damping: float = 0.1,
     coefficients: str = "pooled",
     in_memory: bool = True,
     features: str | tuple[Any, ...] = "sliced_potentials",
@@ -242,8 +246,9 @@ def compile(
       batches: as ``asap_jax.linen.compile``.
       apply_kwargs: further keywords of the call.
       forward: ``forward(model, batch)`` instead of calling the model.
-      holdout, seed, layers, recipe, objective, num_slices, closures, ridge, coefficients,
-        in_memory, features, slice_kind, baseline, token_bias: see ``asap_jax.Options``.
+      holdout, seed, layers, recipe, objective, num_slices, closures, ridge,
+        ridge_scale, rows, weighting, damping, coefficients, in_memory, features, slice_kind,
+        baseline, token_bias: see ``asap_jax.Options``.
 
     Returns:
       CompileResult with ``.model``, a compiled copy in the mode of ``model``, and ``.report``.
@@ -260,6 +265,10 @@ def compile(
         num_slices=num_slices,
         closures=closures,
         ridge=ridge,
+        ridge_scale=ridge_scale,
+        rows=rows,
+        weighting=weighting,
+        damping=damping,
         coefficients=coefficients,
         in_memory=in_memory,
         features=features,

@@ -10,12 +10,15 @@ import numpy as np
 
 from asap_jax import attention, checks, slices
 from asap_jax.features import FAMILIES
+from asap_jax.least_squares import RIDGE_SCALES
 from asap_jax.predictor import BASELINES
 from asap_jax.spec import SinkhornSpec
 
 RECIPES = ("paper",)
 OBJECTIVES = ("ls", "kl")
 COEFFICIENTS = ("pooled", "per_head", "shared")
+ROWS = ("active", "all")
+WEIGHTINGS = ("none", "gauss_newton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +34,20 @@ class Options:
       num_slices: L.
       closures: ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0), an int n (n closures from the
         aligned dual), or ``"none"`` (ablation: both duals predicted, no c-transform).
-      ridge: unnormalised lambda >= 0.
+      ridge: lambda >= 0, unnormalised unless ``ridge_scale`` says otherwise.
+      ridge_scale: ``"absolute"``, ``"trace"`` or ``"diagonal"``, see ``NormalEquations.solve``.
+      rows: regression rows: ``"active"`` tokens, or ``"all"`` that take part in the closures
+        (padded queries under a key-only mask too).
+      weighting: ``"none"``, or ``"gauss_newton"``: rows weighted by the curvature of the KL
+        objective of one closure (``closures="one_sided"`` or ``1``).
+      damping: in (0, 1], the share of plain least squares in a weighted fit.
       coefficients: ``"pooled"`` over the heads of a layer, ``"per_head"``, or ``"shared"``
         (ablation: one vector for all layers).
       in_memory: KL only: keep q, k, mask, features and targets of the fit batches, or, when
         False, run the model over re-iterable batches again on every evaluation.
-      features: name of a slice-based family (``"sliced_potentials"``, ``"raw_projections"``,
-        ``"rank_displacement"``), or a tuple of family instances.
+      features: name of a family (``"sliced_potentials"``, ``"moments"``, ``"raw_projections"``,
+        ``"rank_displacement"``), names joined by ``"+"``, or a tuple of names and family
+        instances.
       slice_kind: see ``slice_directions``.
       baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
       token_bias: fit one bias per token position too; lengths must then be fixed.
@@ -54,6 +64,10 @@ class Options:
     num_slices: int = 32
     closures: str | int = "two_sided"
     ridge: float = 1e-3
+    ridge_scale: str = "absolute"
+    rows: str = "active"
+    weighting: str = "none"
+    damping: float = 0.1
     coefficients: str = "pooled"
     in_memory: bool = True
     features: str | tuple[Any, ...] = "sliced_potentials"
@@ -65,6 +79,12 @@ class Options:
         checks.one_of("recipe", self.recipe, RECIPES)
         checks.one_of("objective", self.objective, OBJECTIVES)
         checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
+        checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
+        checks.one_of("rows", self.rows, ROWS)
+        checks.one_of("weighting", self.weighting, WEIGHTINGS)
+        object.__setattr__(self, "damping", checks.positive_float("damping", self.damping))
+        if self.damping > 1:
+            raise ValueError(f"damping must be in (0, 1], got {self.damping}")
         checks.one_of("slice_kind", self.slice_kind, slices.KINDS)
         checks.one_of("baseline", self.baseline, BASELINES)
         checks.static_bool("in_memory", self.in_memory)
@@ -73,10 +93,12 @@ class Options:
         object.__setattr__(self, "ridge", checks.non_negative_float("ridge", self.ridge))
         if checks.non_negative_float("holdout", self.holdout) >= 1:
             raise ValueError(f"holdout must be in [0, 1), got {self.holdout}")
-        if isinstance(self.features, str):
-            checks.one_of("features", self.features, FAMILIES)
-        elif not self.features:
+        if not self.features:
             raise ValueError("features must name a family or hold at least one")
+        creatable = [name for name, family in FAMILIES.items() if hasattr(family, "create")]
+        for family in self.families:
+            if isinstance(family, str):
+                checks.one_of("features", family, creatable)
         if isinstance(self.closures, str):
             checks.one_of("closures", self.closures, (*attention.CLOSURES, "none"))
         else:
@@ -99,6 +121,9 @@ class Options:
                 coefficients=("pooled", "per_head"),
                 baseline=("none",),
                 token_bias=(False,),
+                ridge_scale=("absolute",),
+                rows=("active",),
+                weighting=("none",),
             )
             for name, allowed in plain.items():
                 if getattr(self, name) not in allowed:
@@ -106,10 +131,21 @@ class Options:
                         f"objective='kl' fits the source dual through one key closure, layer by "
                         f"layer: {name} must be one of {allowed}, got {getattr(self, name)!r}"
                     )
+        if self.weighting != "none" and self.closures not in ("one_sided", 1):
+            raise ValueError(
+                f"weighting={self.weighting!r} is for one closure (closures='one_sided' or 1), got "
+                f"closures={self.closures!r}"
+            )
         if self.closures == "none" and (self.token_bias or self.baseline != "none"):
             raise ValueError("closures='none' goes with baseline='none' and token_bias=False")
         if self.coefficients == "shared" and self.token_bias:
             raise ValueError("coefficients='shared' goes with token_bias=False")
+
+    @property
+    def families(self) -> tuple[Any, ...]:
+        """The chosen feature families, by name or as they were given."""
+        chosen = self.features
+        return tuple(chosen.split("+")) if isinstance(chosen, str) else tuple(chosen)
 
     @property
     def targets(self) -> tuple[str | int, ...]:

@@ -53,7 +53,8 @@ class Predictor:
     Attributes:
       features: tuple of feature families, concatenated; each owns its arrays.
       head: from features to a dual, for instance ``LinearHead``.
-      token_bias: ``(length,)`` added to the dual by position, or None.
+      token_bias: ``(length,)``, or per head ``(H, length)``, added to the dual by position; or
+        None.
       statistics: numbers measured while calibrating (a dict of arrays), or None.
       side: ``"query"`` or ``"key"``: whose dual this is.
       baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
@@ -155,19 +156,19 @@ def predict(
             "Predictor(directions=..., coefficients=...))"
         )
     q, k = checks.real_array("q", q), checks.real_array("k", k)
-    x, valid = design_matrix(
+    own, other, valid, other_valid = own_side(predictor.side, q, k, query_valid, key_valid)
+    dual = features.evaluate(
         predictor.features,
-        predictor.side,
-        q,
-        k,
+        predictor.head,
+        own,
+        other,
         scale=scale,
-        query_valid=query_valid,
-        key_valid=key_valid,
+        query_valid=valid,
+        key_valid=other_valid,
     )
-    dual = predictor.head(x)
     if predictor.token_bias is not None:
         bias = jnp.asarray(predictor.token_bias).astype(dual.dtype)
-        if bias.shape != dual.shape[-1:]:
+        if bias.ndim not in (1, 2) or bias.shape != dual.shape[-bias.ndim :]:
             raise ValueError(
                 f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} tokens"
             )
@@ -186,14 +187,20 @@ def design_matrix(families, side: str, q, k, *, scale=None, query_valid=None, ke
 
     Returns ``(x (..., N, F), valid (..., N))``, with M for N on the key side.
     """
+    own, other, valid, other_valid = own_side(side, q, k, query_valid, key_valid)
+    x = features.concatenate(
+        families, own, other, scale=scale, query_valid=valid, key_valid=other_valid
+    )
+    return x, valid
+
+
+def own_side(side: str, q, k, query_valid, key_valid):
+    """``(own, other, own validity, other validity)``: tokens of ``side`` first."""
     query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
     key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
     if side == "key":
-        q, k, query_valid, key_valid = k, q, key_valid, query_valid
-    x = features.concatenate(
-        families, q, k, scale=scale, query_valid=query_valid, key_valid=key_valid
-    )
-    return x, query_valid
+        return k, q, key_valid, query_valid
+    return q, k, query_valid, key_valid
 
 
 def first_step(scores, side: str, q, k, *, scale=None, epsilon=1.0, mask=None) -> jax.Array:

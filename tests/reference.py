@@ -264,6 +264,38 @@ def sliced_features(
     return np.stack(columns, -1)
 
 
+# ---------------------------------------------------------------------------------- moments
+
+
+def moment_features(q, k, *, scale=None, query_valid=None, key_valid=None):
+    """The features (N, d + 8) of one head, one query at a time, centred over the valid queries."""
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    query_valid = np.ones(len(q), bool) if query_valid is None else np.asarray(query_valid)
+    key_valid = np.ones(len(k), bool) if key_valid is None else np.asarray(key_valid)
+    own, other = q[query_valid], k[key_valid]
+    m_own, m = own.mean(0), other.mean(0)
+    c_own, c = (scale * np.cov(x.T, bias=True).reshape(2 * m.shape) for x in (own, other))
+    rows = []
+    for x in q:
+        u, delta = x - m_own, m_own - m
+        rows.append(
+            [
+                *(math.sqrt(scale) * u),
+                scale * (x - m) @ (x - m) / 2,
+                scale * u @ delta,
+                scale * u @ c @ u,
+                scale * (c @ u) @ (c @ u),
+                scale * u @ c_own @ u,
+                scale * u @ c @ delta,
+                scale * u @ m,
+                scale * u @ c @ m,
+            ]
+        )
+    rows = np.array(rows)
+    return rows - rows[query_valid].mean(0)
+
+
 def transport_optimum(a, b):
     """The least mean cost (a - b)^2 / 2 between uniform measures, by linear programming.
 
