@@ -9,12 +9,12 @@ from asap_jax.costs import CostInputs, squared_euclidean_inputs
 from asap_jax.ctransform import attention_weights, key_ctransform, query_ctransform
 from asap_jax.diff import diff_attention, diff_lambda_init
 from asap_jax.esp import esp_attention, esp_temperature_schedule
-from asap_jax.features import Moments, RankDisplacement, RawProjections, SlicedPotentials
+from asap_jax.features import Codebook, Moments, RankDisplacement, RawProjections, SlicedPotentials
 from asap_jax.kl import KLFit, fit_kl, kl_objective
 from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
 from asap_jax.options import Options
 from asap_jax.potentials import sliced_potentials
-from asap_jax.predictor import DualPair, LinearHead, Predictor, predict
+from asap_jax.predictor import Correction, DualPair, LinearHead, Predictor, predict
 from asap_jax.report import CompileReport, LayerReport
 from asap_jax.scores import query_shift, scores
 from asap_jax.sinkhorn import SinkhornDuals, sinkhorn_duals
@@ -24,9 +24,11 @@ from asap_jax.spec import SinkhornSpec
 __version__ = "0.1.0"
 
 __all__ = [
+    "Codebook",
     "CompileReport",
     "CompileResult",
     "CompiledState",
+    "Correction",
     "CostInputs",
     "DualPair",
     "KLFit",

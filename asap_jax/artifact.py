@@ -30,14 +30,15 @@ from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult, group_by_path
 from asap_jax.features import FAMILIES
 from asap_jax.options import Options
-from asap_jax.predictor import DualPair, LinearHead, Predictor
+from asap_jax.predictor import Correction, DualPair, LinearHead, Predictor
 from asap_jax.spec import SinkhornSpec
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = "asap_jax compiled model"
 _TYPES = {
     "SinkhornSpec": SinkhornSpec,
     "CompiledState": CompiledState,
+    "Correction": Correction,
     "Predictor": Predictor,
     "DualPair": DualPair,
     "LinearHead": LinearHead,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, ctransform, inputs, masks
+from asap_jax import chain, checks, ctransform, inputs, masks
 from asap_jax import closures as closing
 from asap_jax.predictor import DualPair, Predictor, predict
 from asap_jax.scores import query_shift
@@ -173,12 +173,17 @@ def asap_attention(
     else:
         kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
         dual = predicted_dual(predictor, p, spec)
+        target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
+        corrections = chain.checked(predictor.corrections, num_steps)
+        scaling, side = chain.advance(
+            corrections, p, spec, kernel, dual / spec.epsilon, predictor.side, target
+        )
         weights = closing.finish(
             kernel,
-            dual / spec.epsilon,
-            side=predictor.side,
-            num_steps=num_steps,
-            log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype),
+            scaling,
+            side=side,
+            num_steps=num_steps - len(corrections),
+            log_target=target,
         )
     return inputs.finish(
         p,

@@ -216,7 +216,7 @@ def layer_balance(record: Record) -> jax.Array:
     """Total mass of the teacher's weights on one record: 0 without tokens, NaN with NaN in any."""
 
     def mass(record):
-        out, weights = _call(record, attention.sinkhorn_attention, spec=record.spec)
+        out, weights = call(record, attention.sinkhorn_attention, spec=record.spec)
         return jnp.sum(weights) + 0 * jnp.sum(out).astype(weights.dtype)
 
     return over_stack(mass, record)
@@ -236,8 +236,8 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
 
     def fidelity(record, predictor):
         spec = record.spec
-        call = functools.partial(_call, record)
-        reference = call(attention.sinkhorn_attention, spec=spec)
+        run = functools.partial(call, record)
+        reference = run(attention.sinkhorn_attention, spec=spec)
         p = problem(record)
         target = jnp.exp(
             jnp.asarray(
@@ -259,11 +259,11 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
         result = {}
         for name, closures in operators(state.closures).items():
             result[name] = measure(
-                call(attention.asap_attention, spec=spec, closures=closures, predictor=predictor)
+                run(attention.asap_attention, spec=spec, closures=closures, predictor=predictor)
             )
         for steps in budgets:
             small = SinkhornSpec(steps, spec.epsilon, spec.key_mass, spec.padding, spec.scale)
-            result[f"Sinkhorn S={steps}"] = measure(call(attention.sinkhorn_attention, spec=small))
+            result[f"Sinkhorn S={steps}"] = measure(run(attention.sinkhorn_attention, spec=small))
         result["teacher"] = measure(reference)
         result["fit"] = dict(r_squared=_r_squared(p, spec, state, predictor))
         return result
@@ -295,7 +295,7 @@ def over_stack(function, record: Record, *rest):
     return jax.lax.map(inner, (record, *rest))
 
 
-def _call(record, function, **settings):
+def call(record, function, **settings):
     """Output and weights of an operator on a record, in float32 at least."""
     inputs_ = (checks.at_least_f32(x) for x in (record.query, record.key, record.value))
     return function(*inputs_, record.bias, record.mask, return_weights=True, **settings)

@@ -55,6 +55,8 @@ class Predictor:
       head: from features to a dual, for instance ``LinearHead``.
       token_bias: ``(length,)``, or per head ``(H, length)``, added to the dual by position; or
         None.
+      corrections: tuple of ``Correction``; the i-th is applied to the dual that the i-th closure
+        gives, before the next closure (a chain). Fewer than the closures.
       statistics: numbers measured while calibrating (a dict of arrays), or None.
       side: ``"query"`` or ``"key"``: whose dual this is.
       baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
@@ -64,6 +66,7 @@ class Predictor:
     features: tuple[Any, ...]
     head: Any
     token_bias: jax.Array | None
+    corrections: tuple[Any, ...]
     statistics: Any
     side: str = flax.struct.field(pytree_node=False)
     baseline: str = flax.struct.field(pytree_node=False)
@@ -76,6 +79,7 @@ class Predictor:
         directions=None,
         coefficients=None,
         token_bias=None,
+        corrections=(),
         statistics=None,
         side="query",
         baseline="none",
@@ -93,6 +97,7 @@ class Predictor:
             features=features,
             head=head,
             token_bias=token_bias,
+            corrections=tuple(corrections) if isinstance(corrections, list) else corrections,
             statistics=statistics,
             side=side,
             baseline=baseline,
@@ -106,6 +111,19 @@ class Predictor:
 
 
 _families = features
+
+
+@flax.struct.dataclass
+class Correction:
+    """What is added to the dual that a closure gave, to bring it nearer to the teacher's.
+
+    Attributes:
+      features: tuple of feature families of that side.
+      head: linear, on the closure's centred cost dual and then the features.
+    """
+
+    features: tuple[Any, ...]
+    head: Any
 
 
 @flax.struct.dataclass
@@ -172,7 +190,7 @@ def predict(
             raise ValueError(
                 f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} tokens"
             )
-        dual = dual + bias.reshape((1,) * (dual.ndim - 1) + bias.shape)
+        dual = dual + bias.reshape((1,) * (dual.ndim - bias.ndim) + bias.shape)
     if predictor.baseline == "first_step":
         if scores is None:
             raise ValueError("baseline='first_step' needs scores")

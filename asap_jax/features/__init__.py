@@ -8,6 +8,7 @@ one file of its own (``asap_jax.features.interface`` says what it has).
 
 from __future__ import annotations
 
+from asap_jax.features.codebook import Codebook
 from asap_jax.features.interface import FAMILIES, concatenate, evaluate, register
 from asap_jax.features.moments import Moments
 from asap_jax.features.rank_displacement import RankDisplacement
@@ -16,6 +17,7 @@ from asap_jax.features.sliced import SlicedPotentials
 
 __all__ = [
     "FAMILIES",
+    "Codebook",
     "Moments",
     "RankDisplacement",
     "RawProjections",
