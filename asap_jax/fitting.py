@@ -216,6 +216,12 @@ def families(record: Record, options: Options) -> tuple:
     return tuple(create(f) if isinstance(f, str) else f for f in options.families)
 
 
+def is_held_out(index: int, share: float) -> bool:
+    """Whether batch ``index`` is held out: never the first, then one in every ``1 / share``."""
+    before = lambda i: math.ceil(i * share - 1e-9)
+    return index > 0 and before(index) > before(index - 1)
+
+
 def unstack(record: Record) -> list[Record]:
     """The records of the single layers of a stack, in order."""
     if not record.stack:

@@ -13,6 +13,7 @@ from flax.core.scope import union_filters
 
 from asap_jax import attention, capture
 from asap_jax import compile as compiling
+from asap_jax.candidates import Candidate
 from asap_jax.capture import CompiledState, Record
 from asap_jax.linen_baselines import DiffAttention, EspAttention
 from asap_jax.options import Options
@@ -205,7 +206,7 @@ def compile(
     recipe: str = "paper",
     objective: str = "ls",
     num_slices: int = 32,
-    closures: str | int = "two_sided",
+    closures: str | int | None = None,
     ridge: float = 1e-3,
     ridge_scale: str = "absolute",
     rows: str = "active",
@@ -217,6 +218,9 @@ def compile(
     slice_kind: str = "gaussian",
     baseline: str = "none",
     token_bias: bool = False,
+    candidates: Sequence[Candidate] | None = None,
+    time_limit: float | None = 1.0,
+    ladder: Sequence[int] = (1, 2, 3),
 ) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained linen model (paper, algorithm 1).
 
@@ -232,7 +236,7 @@ def compile(
         ``(output, state)``.
       holdout, seed, layers, recipe, objective, num_slices, closures, ridge,
         ridge_scale, rows, weighting, damping, coefficients, in_memory, features, slice_kind,
-        baseline, token_bias: see ``asap_jax.Options``.
+        baseline, token_bias, candidates, time_limit, ladder: see ``asap_jax.Options``.
 
     Returns:
       CompileResult with ``.variables`` (the compiled model's) and ``.report``.
@@ -261,6 +265,9 @@ def compile(
         slice_kind=slice_kind,
         baseline=baseline,
         token_bias=token_bias,
+        candidates=candidates,
+        time_limit=time_limit,
+        ladder=ladder,
     )
     calibration = Calibration(model, options, apply_kwargs=apply_kwargs, forward=forward)
     return calibration.run(variables, batches)

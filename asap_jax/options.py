@@ -9,16 +9,22 @@ from typing import Any
 import numpy as np
 
 from asap_jax import attention, checks, slices
+from asap_jax.candidates import Candidate
 from asap_jax.features import FAMILIES
 from asap_jax.least_squares import RIDGE_SCALES
 from asap_jax.predictor import BASELINES
 from asap_jax.spec import SinkhornSpec
 
-RECIPES = ("paper",)
+RECIPES = ("paper", "auto")
 OBJECTIVES = ("ls", "kl")
 COEFFICIENTS = ("pooled", "per_head", "shared")
 ROWS = ("active", "all")
 WEIGHTINGS = ("none", "gauss_newton")
+# Settings that the automatic recipe takes from its candidates.
+_PAPER_ONLY = (
+    "objective", "num_slices", "ridge", "ridge_scale", "rows", "weighting", "damping",
+    "coefficients", "in_memory", "features", "slice_kind", "baseline", "token_bias",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +35,16 @@ class Options:
       holdout: share of the batches that the fit does not see and the report is measured on.
       seed: seed of the slice directions.
       layers: paths of the layers to compile; all when None.
-      recipe: ``"paper"`` (ASAP).
+      recipe: ``"paper"`` (ASAP), or ``"auto"``: several candidates are fitted to the aligned
+        dual and the best of each layer, on held-out calibration batches that are not those of the
+        report, is kept. Calibration records stay in memory then; of the settings of the fit only
+        ``closures``, ``candidates``, ``time_limit``, ``ladder`` and ``seed`` apply.
       objective: ``"ls"`` (ASAP-LS) or ``"kl"`` (ASAP-KL, started at LS).
       num_slices: L.
       closures: ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0), an int n (n closures from the
-        aligned dual), or ``"none"`` (ablation: both duals predicted, no c-transform).
+        aligned dual), or ``"none"`` (ablation: both duals predicted, no c-transform). By default
+        ``"two_sided"``; under ``"auto"`` the budget, an int, 2 by default and at most the
+        teacher's steps less one.
       ridge: lambda >= 0, unnormalised unless ``ridge_scale`` says otherwise.
       ridge_scale: ``"absolute"``, ``"trace"`` or ``"diagonal"``, see ``NormalEquations.solve``.
       rows: regression rows: ``"active"`` tokens, or ``"all"`` that take part in the closures
@@ -51,6 +62,11 @@ class Options:
       slice_kind: see ``slice_directions``.
       baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
       token_bias: fit one bias per token position too; lengths must then be fixed.
+      candidates: ``"auto"``: the ``Candidate`` s to try, cheapest to run first; all known ones
+        when None.
+      time_limit: ``"auto"``: keep no candidate that takes longer, measured while compiling, than
+        this times the teacher; None for fidelity alone, whatever it takes.
+      ladder: ``"auto"``: numbers of closures that the report compares, beside the budget.
 
     Raises:
       ValueError, TypeError: a setting that is unknown, out of range or does not go with another.
@@ -62,7 +78,7 @@ class Options:
     recipe: str = "paper"
     objective: str = "ls"
     num_slices: int = 32
-    closures: str | int = "two_sided"
+    closures: str | int | None = None
     ridge: float = 1e-3
     ridge_scale: str = "absolute"
     rows: str = "active"
@@ -74,9 +90,15 @@ class Options:
     slice_kind: str = "gaussian"
     baseline: str = "none"
     token_bias: bool = False
+    candidates: Sequence[Candidate] | None = None
+    time_limit: float | None = 1.0
+    ladder: Sequence[int] = (1, 2, 3)
 
     def __post_init__(self):
         checks.one_of("recipe", self.recipe, RECIPES)
+        if self.closures is None:
+            default = 2 if self.recipe == "auto" else "two_sided"
+            object.__setattr__(self, "closures", default)
         checks.one_of("objective", self.objective, OBJECTIVES)
         checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
         checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
@@ -112,7 +134,34 @@ class Options:
                 raise ValueError("layers=() chooses no layer; leave it out to compile all")
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
+        self._check_automatic()
         self._refuse_combinations()
+
+    def _check_automatic(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        foreign = _PAPER_ONLY if self.recipe == "auto" else ("candidates", "time_limit", "ladder")
+        for name in foreign:
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name} does not go with recipe={self.recipe!r}: leave it out")
+        object.__setattr__(self, "ladder", tuple(self.ladder))
+        for rung in self.ladder:
+            checks.positive_int("ladder", rung)
+        if self.recipe != "auto":
+            return
+        if self.time_limit is not None:
+            limit = checks.positive_float("time_limit", self.time_limit)
+            object.__setattr__(self, "time_limit", limit)
+        if isinstance(self.closures, str):
+            raise ValueError(f"recipe='auto' needs a number of closures, got {self.closures!r}")
+        if self.candidates is not None:
+            object.__setattr__(self, "candidates", tuple(self.candidates))
+            names = [getattr(candidate, "name", None) for candidate in self.candidates]
+            if not names or None in names or len(set(names)) < len(names):
+                raise ValueError(
+                    f"candidates must be one or more Candidates of different names, got {names}"
+                )
+            if not any(c.suits(self.closures, masked=False) for c in self.candidates):
+                raise ValueError(f"no candidate of {names} suits closures={self.closures}")
 
     def _refuse_combinations(self) -> None:
         if self.objective == "kl":
@@ -161,7 +210,11 @@ class Options:
                 f"layer {path!r} has num_steps=1, which is row softmax: it has no dual before its "
                 f"only step, so there is nothing to compile; leave it out with layers=[...]"
             )
-        if isinstance(self.closures, int) and self.closures >= spec.num_steps:
+        if (
+            self.recipe != "auto"
+            and isinstance(self.closures, int)
+            and self.closures >= spec.num_steps
+        ):
             raise ValueError(
                 f"closures={self.closures} needs a teacher of more steps than layer {path!r} "
                 f"with num_steps={spec.num_steps}"

@@ -66,6 +66,21 @@ class Codebook:
         Raises:
           ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
         """
+        columns, valid = self._columns(q, k, scale, query_valid, key_valid)
+        x = jnp.stack(columns, axis=-1)
+        return x - masks.masked_mean(x, valid[..., None], -2)
+
+    def linear(
+        self, coefficients, q, k, *, scale=None, query_valid=None, key_valid=None
+    ) -> jax.Array:
+        """The features under ``coefficients`` ``(11,)`` or ``(H, 11)``, up to a constant."""
+        columns, _ = self._columns(q, k, scale, query_valid, key_valid)
+        w = jnp.asarray(coefficients).astype(columns[0].dtype)
+        w = w.reshape((1,) * (columns[0].ndim - w.ndim) + w.shape)
+        return sum(column * w[..., i, None] for i, column in enumerate(columns))
+
+    def _columns(self, q, k, scale, query_valid, key_valid):
+        """The 11 features ``(..., N)``, not centred, and the own side's validity."""
         q, k = checks.real_array("q", q), checks.real_array("k", k)
         checks.heads_last_dim(q, k)
         dtype = accumulation_dtype(q, k)
@@ -88,13 +103,17 @@ class Codebook:
         own = root * (_centres("own", self.own, q).astype(dtype) - common)
         other = root * (_centres("other", self.other, q).astype(dtype) - common)
         h = (masks.center(h, key_valid) - 0.5 * jnp.sum(y * y, -1)) / self.epsilon
+        member = _members(y, other, key_valid)
         columns = [
             *_tangents(x, y, h, own, key_valid, self.epsilon),
-            *_mixture(x, y, h, other, key_valid, self.epsilon),
-            *_mixture(x, y, jnp.zeros_like(h), other, key_valid, self.epsilon),
+            *_mixture(x, y, member * _weights(h, key_valid)[..., None, :], self.epsilon),
+            *_mixture(x, y, member, self.epsilon),
         ]
-        features = jnp.stack(columns, axis=-1)
-        return features - masks.masked_mean(features, query_valid[..., None], -2)
+        return columns, query_valid
+
+
+# Everything below keeps tokens on the last axis, ``(..., R, N)``: reductions over the centres
+# then run over whole rows.
 
 
 def _tangents(x, y, h, centres, valid, epsilon):
@@ -102,45 +121,60 @@ def _tangents(x, y, h, centres, valid, epsilon):
     some = valid.any(-1, keepdims=True)
     exponent = _products(centres, y) / epsilon + h[..., None, :]
     exponent = jnp.where(valid[..., None, :] | ~some[..., None], exponent, -jnp.inf)
-    level = jax.nn.logsumexp(exponent, axis=-1)
-    weights = jnp.exp(exponent - level[..., None])
-    means = jnp.einsum("...rm,...md->...rd", weights, y, precision=_EXACT)
-    offset = level - jnp.sum(centres * means, -1) / epsilon
-    tangents = offset[..., None, :] + _products(x, means) / epsilon
-    distance = _square_distances(x, centres)
-    near = jax.nn.softmax(-distance / 4, axis=-1)
-    mean_level = jnp.sum(near * level[..., None, :], -1)
+    level = jax.nn.logsumexp(exponent, axis=-1, keepdims=True)
+    means = jnp.einsum("...rm,...md->...rd", jnp.exp(exponent - level), y, precision=_EXACT)
+    offset = level - jnp.sum(centres * means, -1, keepdims=True) / epsilon
+    tangents = offset + _products(means, x) / epsilon
+    distance = _square_distances(centres, x)
+    nearest = distance.min(-2, keepdims=True)
+    near = jnp.exp((nearest - distance) / 4)
+    near = near / near.sum(-2, keepdims=True)
     return (
-        -epsilon * tangents.max(-1),
-        -epsilon * jax.nn.logsumexp(tangents, axis=-1),
-        -epsilon * jnp.sum(near * tangents, -1),
-        -epsilon * mean_level,
-        -distance.min(-1),
+        *_top(tangents, epsilon),
+        -epsilon * jnp.sum(near * tangents, -2),
+        -epsilon * jnp.sum(near * level, -2),
+        -jnp.squeeze(nearest, -2),
     )
 
 
-def _mixture(x, y, h, centres, valid, epsilon):
-    """Three columns ``(..., N)``, for tokens y of log weight h."""
-    peak = jnp.where(valid, h, -jnp.inf).max(-1, keepdims=True)
-    peak = jax.lax.stop_gradient(jnp.where(jnp.isneginf(peak), jnp.zeros_like(peak), peak))
-    weight = jnp.where(valid, jnp.exp(jnp.where(valid, h - peak, jnp.zeros_like(h))), 0.0)
-    nearest = _square_distances(y, centres).argmin(-1)
-    member = jax.nn.one_hot(nearest, centres.shape[-2], dtype=y.dtype) * weight[..., None]
-    mass = member.sum(-2)
+def _mixture(x, y, member, epsilon):
+    """Three columns ``(..., N)``, for weights ``member (..., R, M)`` of the tokens y."""
+    mass = member.sum(-1, keepdims=True)
     full = mass > 0
     safe = jnp.where(full, mass, jnp.ones_like(mass))
-    means = jnp.einsum("...mr,...md->...rd", member, y, precision=_EXACT) / safe[..., None]
-    log_mass = jnp.where(full | ~full.any(-1, keepdims=True), jnp.log(safe), -jnp.inf)
-    z = _products(x, means) / epsilon + log_mass[..., None, :]
-    return (
-        -epsilon * z.max(-1),
-        -epsilon * jax.nn.logsumexp(z, axis=-1),
-        -epsilon * jax.nn.logsumexp(z / 2, axis=-1),
-    )
+    means = jnp.einsum("...rm,...md->...rd", member, y, precision=_EXACT) / safe
+    log_mass = jnp.where(full | ~full.any(-2, keepdims=True), jnp.log(safe), -jnp.inf)
+    z = _products(means, x) / epsilon + log_mass
+    peak = jax.lax.stop_gradient(z.max(-2, keepdims=True))
+    half = jnp.log(jnp.exp((z - peak) / 2).sum(-2)) + jnp.squeeze(peak, -2) / 2
+    return (*_top(z, epsilon), -epsilon * half)
+
+
+def _top(z, epsilon):
+    """Minus the maximum and the log-sum-exp over the centres, times epsilon."""
+    peak = z.max(-2)
+    fixed = jax.lax.stop_gradient(peak)
+    lse = jnp.log(jnp.exp(z - fixed[..., None, :]).sum(-2)) + fixed
+    return -epsilon * peak, -epsilon * lse
+
+
+def _members(y, centres, valid):
+    """``(..., R, M)``: 1 at the nearest centre of every valid token, shared where several are."""
+    distance = _square_distances(centres, y)
+    nearest = distance == distance.min(-2, keepdims=True)
+    nearest = (nearest & valid[..., None, :]).astype(y.dtype)
+    return nearest / jnp.maximum(nearest.sum(-2, keepdims=True), jnp.ones((), y.dtype))
+
+
+def _weights(h, valid):
+    """``exp(h)`` up to a factor per problem; 0 where not valid."""
+    peak = jnp.where(valid, h, -jnp.inf).max(-1, keepdims=True)
+    peak = jax.lax.stop_gradient(jnp.where(jnp.isneginf(peak), jnp.zeros_like(peak), peak))
+    return jnp.where(valid, jnp.exp(jnp.where(valid, h - peak, jnp.zeros_like(h))), 0.0)
 
 
 def _products(a, b):
-    return jnp.einsum("...nd,...rd->...nr", a, b, precision=_EXACT)
+    return jnp.einsum("...rd,...nd->...rn", a, b, precision=_EXACT)
 
 
 def _square_distances(a, b):
