@@ -3,7 +3,7 @@
 from asap_jax import linen, metrics, nnx
 from asap_jax.artifact import load, save
 from asap_jax.attention import asap_attention, sinkhorn_attention, softmax_attention
-from asap_jax.candidates import Candidate
+from asap_jax.candidates import CANDIDATES, THOROUGH, Candidate
 from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult
 from asap_jax.costs import CostInputs, squared_euclidean_inputs
@@ -15,7 +15,7 @@ from asap_jax.kl import KLFit, fit_kl, kl_objective
 from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
 from asap_jax.options import Options
 from asap_jax.potentials import sliced_potentials
-from asap_jax.predictor import Correction, DualPair, LinearHead, Predictor, predict
+from asap_jax.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor, predict
 from asap_jax.report import CompileReport, LayerReport, Rung
 from asap_jax.scores import query_shift, scores
 from asap_jax.sinkhorn import SinkhornDuals, sinkhorn_duals
@@ -25,6 +25,8 @@ from asap_jax.spec import SinkhornSpec
 __version__ = "0.1.0"
 
 __all__ = [
+    "CANDIDATES",
+    "THOROUGH",
     "Candidate",
     "Codebook",
     "CompileReport",
@@ -37,6 +39,7 @@ __all__ = [
     "LayerReport",
     "LeastSquaresFit",
     "LinearHead",
+    "MLPHead",
     "Moments",
     "NormalEquations",
     "Options",

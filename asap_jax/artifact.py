@@ -30,7 +30,7 @@ from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult, group_by_path
 from asap_jax.features import FAMILIES
 from asap_jax.options import Options
-from asap_jax.predictor import Correction, DualPair, LinearHead, Predictor
+from asap_jax.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor
 from asap_jax.spec import SinkhornSpec
 
 FORMAT = 2
@@ -42,6 +42,7 @@ _TYPES = {
     "Predictor": Predictor,
     "DualPair": DualPair,
     "LinearHead": LinearHead,
+    "MLPHead": MLPHead,
 }
 
 
@@ -246,6 +247,8 @@ def _state(tree: Any, layer: str, arrays: Mapping, path) -> CompiledState:
             raise ValueError(f"closures {state.closures!r} do not go with its predictor")
         sides = (state.predictor.query, state.predictor.key) if pair else (state.predictor,)
         for predictor in sides:
+            if isinstance(predictor.head, MLPHead):
+                continue
             width = predictor.coefficients.shape[-1]
             banks = [getattr(family, "directions", None) for family in predictor.features]
             if None not in banks and sum(bank.shape[-2] for bank in banks) != width:

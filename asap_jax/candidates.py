@@ -15,7 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import attention, calibrate, chain, checks, ctransform, kmeans, masks, metrics
+from asap_jax import (
+    attention,
+    calibrate,
+    chain,
+    checks,
+    ctransform,
+    kmeans,
+    masks,
+    metrics,
+    tuning,
+)
 from asap_jax import closures as closing
 from asap_jax.capture import Record
 from asap_jax.features import Codebook, Moments
@@ -40,6 +50,8 @@ class Candidate:
         weighted by the curvature of its KL objective, so damped.
       coefficients: ``"per_head"`` or ``"pooled"``.
       ridge, ridge_scale: see ``NormalEquations.solve``.
+      tuned: steps of tuning by the divergence of the plans after all closures; 0 for none.
+      hidden: units of a hidden layer beside the linear head, tuned too; 0 for none.
     """
 
     name: str
@@ -51,10 +63,16 @@ class Candidate:
     coefficients: str = "per_head"
     ridge: float = 1e-5
     ridge_scale: str = "diagonal"
+    tuned: int = 0
+    hidden: int = 0
 
     def __post_init__(self):
-        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 0:
-            raise ValueError(f"rounds must be an int >= 0, got {self.rounds!r}")
+        for name in ("rounds", "tuned", "hidden"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an int >= 0, got {value!r}")
+        if self.hidden and not self.tuned:
+            raise ValueError(f"hidden={self.hidden} units are fitted by tuning only: set tuned")
         checks.positive_int("num_centres", self.num_centres)
         checks.static_bool("chain", self.chain)
         checks.one_of("rows", self.rows, ("active", "all"))
@@ -69,7 +87,7 @@ class Candidate:
         return masked or self.rows == "active"
 
 
-# In the order of what they cost to run.
+# In the order of what they cost to run; all of them are least squares and quick to fit.
 CANDIDATES = (
     Candidate("moments"),
     Candidate("moments, all rows", rows="all"),
@@ -78,6 +96,16 @@ CANDIDATES = (
     Candidate("codebook", rounds=2),
     Candidate("codebook, weighted", rounds=2, damping=0.1),
     Candidate("codebook, chain", rounds=2, chain=True),
+)
+
+# Beside those, some that take many passes over the calibration data to fit.
+THOROUGH = (
+    *CANDIDATES,
+    Candidate("moments, tuned", tuned=40),
+    Candidate("moments, chain, tuned", chain=True, tuned=40),
+    Candidate("codebook, tuned", rounds=2, tuned=40),
+    Candidate("codebook, chain, tuned", rounds=2, chain=True, tuned=40),
+    Candidate("codebook, chain, hidden", rounds=2, chain=True, tuned=60, hidden=16),
 )
 
 
@@ -120,16 +148,29 @@ def fit(
             )
             for record in records
         ]
-        head, figures = _solve(candidate, sums)
+        head, figures, whitening = _solve(candidate, sums)
         predictor = Predictor(families, head, side=side)
+    whitenings = [whitening]
     for taken in range(1, num_closures if candidate.chain else 1):
         sums = [
             correction_sums(record, predictor, before_end=num_closures - taken, rows=candidate.rows)
             for record in records
         ]
-        head, _ = _solve(candidate, sums)
+        head, _, whitening = _solve(candidate, sums)
+        whitenings.append(whitening)
         corrections = (*predictor.corrections, Correction((Moments(),), head))
         predictor = predictor.replace(corrections=corrections)
+    if candidate.tuned:
+        predictor, tuned = tuning.tune(
+            predictor,
+            records,
+            whitenings,
+            closures=num_closures,
+            num_steps=candidate.tuned,
+            hidden=candidate.hidden,
+            seed=seed,
+        )
+        figures |= tuned
     return predictor, figures
 
 
@@ -140,7 +181,8 @@ def _half_step(spec: SinkhornSpec, before_end: int) -> int:
     return before_end
 
 
-def _solve(candidate: Candidate, sums: list[NormalEquations]) -> tuple[LinearHead, dict]:
+def _solve(candidate: Candidate, sums: list[NormalEquations]):
+    """Head, figures, and the whitening of the features."""
     total = functools.reduce(operator.add, sums)
     if candidate.coefficients == "pooled":
         total = total.pooled()
@@ -151,7 +193,7 @@ def _solve(candidate: Candidate, sums: list[NormalEquations]) -> tuple[LinearHea
         r_squared_fit=float(np.asarray(solution.r_squared).mean()),
         num_rows=float(np.asarray(solution.num_rows).sum()),
     )
-    return LinearHead(solution.coefficients), figures
+    return LinearHead(solution.coefficients), figures, total.whitening(candidate.ridge)
 
 
 @functools.partial(jax.jit, static_argnames=("before_end", "rows"))

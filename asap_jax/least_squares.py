@@ -127,6 +127,18 @@ class NormalEquations:
             self.num_rows + count,
         )
 
+    def whitening(self, floor: float = 1e-6) -> jax.Array:
+        """``T (..., F, F)`` such that features times it have second moments I.
+
+        Directions whose share is below ``floor``, at features of unit size, count as that large.
+        """
+        count = jnp.maximum(self.num_rows, jnp.ones_like(self.num_rows))[..., None]
+        size = jnp.sqrt(jnp.diagonal(self.gram, axis1=-2, axis2=-1) / count)
+        size = jnp.where(size > 0, size, jnp.ones_like(size))
+        system = self.gram / count[..., None] / (size[..., :, None] * size[..., None, :])
+        values, vectors = jnp.linalg.eigh(system)
+        return vectors / size[..., None] / jnp.sqrt(jnp.maximum(values, floor))[..., None, :]
+
     def solve(self, ridge=1e-3, ridge_scale: str = "absolute") -> LeastSquaresFit:
         """The minimiser of ``|X w - y|^2 + ridge w'Dw`` (no intercept).
 

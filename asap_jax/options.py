@@ -62,8 +62,8 @@ class Options:
       slice_kind: see ``slice_directions``.
       baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
       token_bias: fit one bias per token position too; lengths must then be fixed.
-      candidates: ``"auto"``: the ``Candidate`` s to try, cheapest to run first; all known ones
-        when None.
+      candidates: ``"auto"``: the ``Candidate`` s to try, cheapest to run first; ``CANDIDATES`` when
+        None, ``THOROUGH`` has more.
       time_limit: ``"auto"``: keep no candidate that takes longer, measured while compiling, than
         this times the teacher; None for fidelity alone, whatever it takes.
       ladder: ``"auto"``: numbers of closures that the report compares, beside the budget.

@@ -43,6 +43,46 @@ class LinearHead:
         return jnp.einsum("...hnf,hf->...hn", x, w, precision=exact)
 
 
+@flax.struct.dataclass
+class MLPHead:
+    """A linear head with a small hidden layer beside it: ``x.w + tanh(x W + b).o`` per head.
+
+    Attributes:
+      coefficients_in: ``(H, F)`` or ``(F,)``.
+      hidden: ``(H, F, K)`` or ``(F, K)``; bias, out: ``(H, K)`` or ``(K,)``.
+    """
+
+    coefficients_in: jax.Array
+    hidden: jax.Array
+    bias: jax.Array
+    out: jax.Array
+
+    @classmethod
+    def around(cls, linear: LinearHead, whitening: jax.Array, num_hidden: int, seed: int):
+        """The head that equals ``linear``, with hidden units on whitened features to be fitted.
+
+        ``whitening (..., F, F)``: features times it have unit covariance.
+        """
+        w = linear.coefficients
+        draw = jax.random.normal(jax.random.key(seed), (*w.shape, num_hidden), w.dtype)
+        hidden = jnp.einsum("...fg,...gk->...fk", whitening, draw) / w.shape[-1] ** 0.5
+        zero = jnp.zeros((*w.shape[:-1], num_hidden), w.dtype)
+        return cls(w, hidden, zero, zero)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x (..., H, N, F)`` to ``(..., H, N)``."""
+        linear = LinearHead(self.coefficients_in)(x)
+        heads = "" if jnp.ndim(self.bias) == 1 else "h"
+        exact = jax.lax.Precision.HIGHEST
+        hidden, bias, out = (z.astype(x.dtype) for z in (self.hidden, self.bias, self.out))
+        inside = jnp.einsum(f"...{heads}nf,{heads}fk->...{heads}nk", x, hidden, precision=exact)
+        bias = bias[..., None, :]
+        inside = jnp.tanh(inside + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape))
+        return linear + jnp.einsum(
+            f"...{heads}nk,{heads}k->...{heads}n", inside, out, precision=exact
+        )
+
+
 @flax.struct.dataclass(init=False)
 class Predictor:
     """Predicts a centred dual of one side, in cost coordinates.
