@@ -136,15 +136,17 @@ class AutomaticFit:
                     ) from error
                 yield candidate.name, rung, layers
 
-    def ladder(self, record: Record) -> list[dict[str, dict[int, Rung]]]:
-        """Fidelity and time of every candidate and of Sinkhorn on one record, layer by layer."""
-        return [self._one_ladder(i, one) for i, one in enumerate(fitting.unstack(record))]
+    def ladder(self, record: Record, *, timed: bool) -> list[dict[str, dict[int, Rung]]]:
+        """Fidelity, and time if ``timed``, of every operator on one record, layer by layer."""
+        return [self._one_ladder(i, one, timed) for i, one in enumerate(fitting.unstack(record))]
 
-    def _one_ladder(self, index, record) -> dict[str, dict[int, Rung]]:
+    def _one_ladder(self, index, record, timed) -> dict[str, dict[int, Rung]]:
         rows: dict[str, dict[int, Rung]] = {}
+        seconds = lambda run: _seconds(run) if timed else math.nan
         for (name, rung), layers in self.predictors.items():
             error = _rel_l2(record, layers[index], rung)
-            rows.setdefault(name, {})[rung] = Rung(error, self._time(record, name, rung, index))
+            time_of = self._time(record, name, rung, index) if timed else math.nan
+            rows.setdefault(name, {})[rung] = Rung(error, time_of)
         for rung in sorted({rung for _, rung in self.predictors}):
             steps = rung + (self.spec.num_steps - rung) % 2
             spec = SinkhornSpec(
@@ -153,12 +155,12 @@ class AutomaticFit:
             if steps < self.spec.num_steps:
                 run = functools.partial(_teacher, record, spec=spec)
                 error = float(_sinkhorn_rel_l2(record, small=spec))
-                rows.setdefault("Sinkhorn, same ending", {})[rung] = Rung(error, _seconds(run))
+                rows.setdefault("Sinkhorn, same ending", {})[rung] = Rung(error, seconds(run))
             rows.setdefault("closures from zero", {})[rung] = Rung(
                 float(_zero_rel_l2(record, closures=rung)), math.nan
             )
-        seconds = _seconds(functools.partial(_teacher, record, spec=self.spec))
-        rows["teacher"] = {self.spec.num_steps: Rung(0.0, seconds)}
+        run = functools.partial(_teacher, record, spec=self.spec)
+        rows["teacher"] = {self.spec.num_steps: Rung(0.0, seconds(run))}
         return rows
 
 
@@ -172,14 +174,14 @@ def _cheapest_good(scores: dict[str, float]) -> str:
 
 
 def mean_ladder(ladders: list[dict[str, dict[int, Rung]]]) -> dict[str, dict[int, Rung]]:
-    """Mean fidelity and median time over ladders of one layer."""
+    """Mean fidelity over the ladders of one layer, and the times of the first."""
     return {
         name: {
             rung: Rung(
                 float(np.mean([ladder[name][rung].rel_l2 for ladder in ladders])),
-                float(np.median([ladder[name][rung].seconds for ladder in ladders])),
+                first.seconds,
             )
-            for rung in row
+            for rung, first in row.items()
         }
         for name, row in ladders[0].items()
     }

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import attention, checks, ctransform, inputs, kl, masks, metrics
+from asap_jax import attention, checks, ctransform, curvature, inputs, kl, masks, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record
 from asap_jax.least_squares import NormalEquations
@@ -59,12 +59,13 @@ def layer_sums(
 
     With ``token_bias`` one column per position follows the features. ``rows="all"`` takes every
     token of the closures as a row. With ``damping`` rows are weighted by the curvature of one
-    closure's KL objective, ``gauss_newton``. A stacked record gives a leading axis of layers.
+    closure's KL objective, see ``curvature``. A stacked record gives a leading axis of layers.
     """
 
     def sums(record):
         p = problem(record)
         y, side, validity = target_dual(p, record.spec, target)
+        exact = y
         x, valid = _design(families, side, p, validity)
         if baseline == "first_step":
             y = y - masks.center(_first_step(p, record.spec, side), valid)
@@ -74,7 +75,11 @@ def layer_sums(
         keep = regression_rows(p, side, valid, rows)
         if damping is None:
             return zero.add(x, y, keep)
-        return zero.add_weighted(x, y, gauss_newton(p, record.spec, target, damping, keep), keep)
+        shift = query_shift(p.q if side == "query" else p.k, scale=p.scale)
+        kernel = ctransform.log_kernel(p.scores, record.spec.epsilon, p.mask)
+        scaling = (exact - shift) / record.spec.epsilon
+        weigh = curvature.gauss_newton(kernel, scaling, side, damping, keep)
+        return zero.add_weighted(x, y, weigh, keep)
 
     return over_stack(sums, record)
 
@@ -82,35 +87,6 @@ def layer_sums(
 def regression_rows(p: inputs.Problem, side: str, valid, rows: str):
     """Validity ``(..., N)`` of the regression rows of ``side``; ``valid`` has the features'."""
     return valid if rows == "active" or p.validity is None else getattr(p.validity, side)
-
-
-def gauss_newton(p: inputs.Problem, spec: SinkhornSpec, target: str | int, damping: float, keep):
-    """The product with the damped curvature of one closure's KL objective.
-
-    With A the weights that one closure from the teacher's dual of ``target`` gives, the objective
-    is quadratic in the dual near it, with ``H = Diag(A 1) - A A'`` (rows and columns swapped on
-    the key side; target masses divided out). Returned is the map
-    ``z -> (1 - damping) H z + damping Diag(keep) z``, ``z (..., N, F)``.
-    """
-    before_end = target if isinstance(target, int) else None
-    duals = sinkhorn_duals(p.scores, spec=spec, mask=p.mask, before_end=before_end)
-    side, dual = (
-        ("query", duals.source) if target == "source" else (duals.aligned_side, duals.aligned)
-    )
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-    a = ctransform.closure_weights(kernel, dual / spec.epsilon, closing.AXIS[side], 0.0)
-    if side == "key":
-        a = jnp.swapaxes(a, -1, -2)
-    mass = a.sum(-1)[..., None]
-    keep = keep[..., None]
-
-    def weigh(z):
-        exact = jax.lax.Precision.HIGHEST
-        inner = jnp.einsum("...nm,...nf->...mf", a, z, precision=exact)
-        curved = mass * z - jnp.einsum("...nm,...mf->...nf", a, inner, precision=exact)
-        return (1 - damping) * curved + damping * jnp.where(keep, z, jnp.zeros_like(z))
-
-    return weigh
 
 
 @jax.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 import operator
 import re
 import time
@@ -141,11 +142,14 @@ class Calibration(abc.ABC):
         found: dict[str, list] = {}
         for batch in batches:
             for path, record in self.records(teacher, batch).items():
-                if path in self.fits:
-                    for i, ladder in enumerate(self.fits[path].ladder(record)):
-                        found.setdefault(f"{path}[{i}]" if record.stack else path, []).append(
-                            ladder
-                        )
+                if path not in self.fits:
+                    continue
+                layers = [path]
+                if record.stack:
+                    layers = [f"{path}[{i}]" for i in range(math.prod(record.stack))]
+                ladders = self.fits[path].ladder(record, timed=layers[0] not in found)
+                for layer, ladder in zip(layers, ladders, strict=True):
+                    found.setdefault(layer, []).append(ladder)
         return {name: mean_ladder(ladders) for name, ladders in found.items()}
 
     def run(self, teacher: Any, batches: Iterable[Any]) -> CompileResult:

@@ -159,10 +159,13 @@ class Stack(nn.Module):
         return scan()(x, None)[0]
 
 
-def test_a_scanned_stack_shares_a_candidate(rng):
+@pytest.mark.parametrize("every", [False, True], ids=["choice", "all at once"])
+def test_a_scanned_stack_shares_a_candidate(rng, every):
     model, batches = Stack(), data(rng, 4)
     variables = variables_of(model, rng)
-    result = compile_auto(batches, model, variables, ladder=(2,))
+    whole = aj.Candidate("all", rounds=1, num_centres=4, chain=True, tuned=2, hidden=2)
+    tries = (whole,) if every else SMALL
+    result = compile_auto(batches, model, variables, ladder=(2,), candidates=tries)
     (state,) = result.states.values()
     chosen = {layer.fit["candidate"] for layer in result.report.layers.values()}
     assert (len(result.report.layers), len(chosen)) == (3, 1)
