@@ -30,17 +30,19 @@ from asap_jax.capture import CompiledState
 from asap_jax.compile import CompileResult, group_by_path
 from asap_jax.features import FAMILIES
 from asap_jax.options import Options
-from asap_jax.predictor import DualPair, LinearHead, Predictor
+from asap_jax.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor
 from asap_jax.spec import SinkhornSpec
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = "asap_jax compiled model"
 _TYPES = {
     "SinkhornSpec": SinkhornSpec,
     "CompiledState": CompiledState,
+    "Correction": Correction,
     "Predictor": Predictor,
     "DualPair": DualPair,
     "LinearHead": LinearHead,
+    "MLPHead": MLPHead,
 }
 
 
@@ -245,6 +247,8 @@ def _state(tree: Any, layer: str, arrays: Mapping, path) -> CompiledState:
             raise ValueError(f"closures {state.closures!r} do not go with its predictor")
         sides = (state.predictor.query, state.predictor.key) if pair else (state.predictor,)
         for predictor in sides:
+            if isinstance(predictor.head, MLPHead):
+                continue
             width = predictor.coefficients.shape[-1]
             banks = [getattr(family, "directions", None) for family in predictor.features]
             if None not in banks and sum(bank.shape[-2] for bank in banks) != width:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, ctransform, inputs, masks, outputs, plans
+from asap_jax import chain, checks, ctransform, inputs, masks, outputs, plans
 from asap_jax import closures as closing
 from asap_jax.predictor import DualPair, Predictor, predict
 from asap_jax.scores import query_shift
@@ -166,7 +166,13 @@ def asap_attention(
         plan = plans.Dense(direct_weights(predictor, p, spec))
     else:
         dual = predicted_dual(predictor, p, spec)
-        plan = _plan(p, spec, dual / spec.epsilon, predictor.side, num_steps, implementation)
+        corrections = chain.checked(predictor.corrections, num_steps)
+        scaling, side = dual / spec.epsilon, predictor.side
+        if corrections:
+            kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
+            target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
+            scaling, side = chain.advance(corrections, p, spec, kernel, scaling, side, target)
+        plan = _plan(p, spec, scaling, side, num_steps - len(corrections), implementation)
     return outputs.finish(
         p,
         plan,

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import attention, checks, inputs, kl, masks, metrics
+from asap_jax import attention, checks, ctransform, curvature, inputs, kl, masks, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record
 from asap_jax.least_squares import NormalEquations
@@ -44,7 +44,7 @@ def target_dual(p: inputs.Problem, spec: SinkhornSpec, target: str | int):
     return masks.center(dual, valid) + masks.center(shift, valid), side, validity
 
 
-@functools.partial(jax.jit, static_argnames=("target", "baseline", "token_bias"))
+@functools.partial(jax.jit, static_argnames=("target", "baseline", "token_bias", "rows", "damping"))
 def layer_sums(
     record: Record,
     families,
@@ -52,25 +52,41 @@ def layer_sums(
     target: str | int,
     baseline: str = "none",
     token_bias: bool = False,
+    rows: str = "active",
+    damping: float | None = None,
 ) -> NormalEquations:
     """Normal equations of one record, per head: ``gram (H, F, F)`` (paper, algorithm 1, LS).
 
-    With ``token_bias`` one column per position follows the features. A stacked record gives a
-    leading axis of layers.
+    With ``token_bias`` one column per position follows the features. ``rows="all"`` takes every
+    token of the closures as a row. With ``damping`` rows are weighted by the curvature of one
+    closure's KL objective, see ``curvature``. A stacked record gives a leading axis of layers.
     """
 
     def sums(record):
         p = problem(record)
         y, side, validity = target_dual(p, record.spec, target)
+        exact = y
         x, valid = _design(families, side, p, validity)
         if baseline == "first_step":
             y = y - masks.center(_first_step(p, record.spec, side), valid)
         if token_bias:
             x = jnp.concatenate([x, positions(valid).astype(x.dtype)], axis=-1)
         zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
-        return zero.add(x, y, valid)
+        keep = regression_rows(p, side, valid, rows)
+        if damping is None:
+            return zero.add(x, y, keep)
+        shift = query_shift(p.q if side == "query" else p.k, scale=p.scale)
+        kernel = ctransform.log_kernel(p.scores, record.spec.epsilon, p.mask)
+        scaling = (exact - shift) / record.spec.epsilon
+        weigh = curvature.gauss_newton(kernel, scaling, side, damping, keep)
+        return zero.add_weighted(x, y, weigh, keep)
 
     return over_stack(sums, record)
+
+
+def regression_rows(p: inputs.Problem, side: str, valid, rows: str):
+    """Validity ``(..., N)`` of the regression rows of ``side``; ``valid`` has the features'."""
+    return valid if rows == "active" or p.validity is None else getattr(p.validity, side)
 
 
 @jax.jit
@@ -176,7 +192,7 @@ def layer_balance(record: Record) -> jax.Array:
     """Total mass of the teacher's weights on one record: 0 without tokens, NaN with NaN in any."""
 
     def mass(record):
-        out, weights = _call(record, attention.sinkhorn_attention, spec=record.spec)
+        out, weights = call(record, attention.sinkhorn_attention, spec=record.spec)
         return jnp.sum(weights) + 0 * jnp.sum(out).astype(weights.dtype)
 
     return over_stack(mass, record)
@@ -196,8 +212,8 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
 
     def fidelity(record, predictor):
         spec = record.spec
-        call = functools.partial(_call, record)
-        reference = call(attention.sinkhorn_attention, spec=spec)
+        run = functools.partial(call, record)
+        reference = run(attention.sinkhorn_attention, spec=spec)
         p = problem(record)
         target = jnp.exp(
             jnp.asarray(closing.log_key_target(spec.key_mass, p.mask, p.score_shape, p.q.dtype))
@@ -217,11 +233,11 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
         result = {}
         for name, closures in operators(state.closures).items():
             result[name] = measure(
-                call(attention.asap_attention, spec=spec, closures=closures, predictor=predictor)
+                run(attention.asap_attention, spec=spec, closures=closures, predictor=predictor)
             )
         for steps in budgets:
             small = SinkhornSpec(steps, spec.epsilon, spec.key_mass, spec.padding, spec.scale)
-            result[f"Sinkhorn S={steps}"] = measure(call(attention.sinkhorn_attention, spec=small))
+            result[f"Sinkhorn S={steps}"] = measure(run(attention.sinkhorn_attention, spec=small))
         result["teacher"] = measure(reference)
         result["fit"] = dict(r_squared=_r_squared(p, spec, state, predictor))
         return result
@@ -253,7 +269,7 @@ def over_stack(function, record: Record, *rest):
     return jax.lax.map(inner, (record, *rest))
 
 
-def _call(record, function, **settings):
+def call(record, function, **settings):
     """Output and weights of an operator on a record, in float32 at least."""
     inputs_ = (checks.at_least_f32(x) for x in (record.query, record.key, record.value))
     return function(*inputs_, record.bias, record.mask, return_weights=True, **settings)

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from asap_jax import calibrate
+from asap_jax.automatic import AutomaticFit, mean_ladder
 from asap_jax.capture import CompiledState, Record
-from asap_jax.fitting import LayerFit
+from asap_jax.fitting import LayerFit, is_held_out
 from asap_jax.options import Options
 from asap_jax.report import CompileReport, LayerReport
 
@@ -55,7 +56,7 @@ class Calibration(abc.ABC):
 
     def __init__(self, options: Options):
         self.options = options
-        self.fits: dict[str, LayerFit] = {}
+        self.fits: dict[str, LayerFit | AutomaticFit] = {}
         self.num_batches = 0
         self.seconds = 0.0
 
@@ -79,7 +80,8 @@ class Calibration(abc.ABC):
         where = f"calibration batch {self.num_batches if index is None else index}"
         for path, record in select(self.records(teacher, batch), self.options.layers).items():
             if path not in self.fits:
-                self.fits[path] = LayerFit(path, record, self.options)
+                kind = AutomaticFit if self.options.recipe == "auto" else LayerFit
+                self.fits[path] = kind(path, record, self.options)
             self.fits[path].add(record, where)
         self.num_batches += 1
         self.seconds += time.perf_counter() - start
@@ -124,10 +126,31 @@ class Calibration(abc.ABC):
         states = {path: state for path, (state, _) in solved.items()}
         compiled = self.attach(teacher, states, report_batches[0])
         layers = measure(functools.partial(self.records, teacher), report_batches, solved)
+        if self.options.recipe == "auto":
+            ladders = self._ladders(teacher, report_batches)
+            layers = {
+                name: dataclasses.replace(layer, ladder=ladders[name])
+                for name, layer in layers.items()
+            }
         report = CompileReport(
             layers, held_out, self.num_batches, len(report_batches), self.seconds
         )
         return CompileResult(states, report, **compiled)
+
+    def _ladders(self, teacher, batches) -> dict[str, dict]:
+        """Layer (of a stack, each) to its ladder over ``batches``."""
+        found: dict[str, list] = {}
+        for batch in batches:
+            for path, record in self.records(teacher, batch).items():
+                if path not in self.fits:
+                    continue
+                layers = [path]
+                if record.stack:
+                    layers = [f"{path}[{i}]" for i in range(math.prod(record.stack))]
+                ladders = self.fits[path].ladder(record, timed=layers[0] not in found)
+                for layer, ladder in zip(layers, ladders, strict=True):
+                    found.setdefault(layer, []).append(ladder)
+        return {name: mean_ladder(ladders) for name, ladders in found.items()}
 
     def run(self, teacher: Any, batches: Iterable[Any]) -> CompileResult:
         """Adds ``batches``, but for the share held out, and finishes on that share.
@@ -235,12 +258,6 @@ def checked(batches: Iterable[Any], options: Options) -> Iterable[Any]:
             "in_memory=False, which goes through them once an evaluation"
         )
     return batches
-
-
-def is_held_out(index: int, share: float) -> bool:
-    """Whether batch ``index`` is held out: never the first, then one in every ``1 / share``."""
-    before = lambda i: math.ceil(i * share - 1e-9)
-    return index > 0 and before(index) > before(index - 1)
 
 
 def group_by_path(tree: Mapping, leaf_type: type, prefix: tuple = ()) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from asap_jax.features import FAMILIES
 from asap_jax.least_squares import NormalEquations
 from asap_jax.options import Options
 from asap_jax.predictor import DualPair, LinearHead, Predictor
-from asap_jax.slices import slice_directions
 
 Stream = Callable[[], Iterator[Record]]
 
@@ -34,10 +33,16 @@ class LayerFit:
         self.path, self.options = path, options
         self.spec, self.stack = record.spec, record.stack
         self.families = families(record, options)
+        self.head_dim = record.query.shape[-1]
         self.sums: list[NormalEquations] = []
         self.offset: Any = None
         self.items: list[list[calibrate.KLItem]] = [[] for _ in range(self.depth)]
         self.num_problems = 0
+
+    @property
+    def num_features(self) -> int:
+        """Features of all families together, without a token bias."""
+        return sum(family.num_features(self.head_dim) for family in self.families)
 
     @property
     def depth(self) -> int:
@@ -60,6 +65,8 @@ class LayerFit:
                 target=target,
                 baseline=options.baseline,
                 token_bias=options.token_bias,
+                rows=options.rows,
+                damping=options.damping if options.weighting == "gauss_newton" else None,
             )
             for target in options.targets
         ]
@@ -142,7 +149,7 @@ class LayerFit:
                 )
                 if self.options.coefficients == "pooled":
                     sums = sums.pooled()
-            solution = sums.solve(self.options.ridge)
+            solution = sums.solve(self.options.ridge, self.options.ridge_scale)
             if not bool(np.asarray(solution.ok).all()):
                 raise ValueError(
                     f"layer {self.path!r} saw no active token in the calibration batches"
@@ -152,11 +159,7 @@ class LayerFit:
             w = solution.coefficients
             if self.options.objective == "kl":
                 w = self._kl(index, sums, stream, figures)
-            count = (
-                sum(f.directions.shape[-2] for f in self.families)
-                if (self.options.token_bias)
-                else w.shape[-1]
-            )
+            count = self.num_features if self.options.token_bias else w.shape[-1]
             heads.append((w[..., :count], w[..., count:]))
         return heads, figures
 
@@ -204,15 +207,19 @@ class _Stream(Iterable):
 
 def families(record: Record, options: Options) -> tuple:
     """The feature families of a layer; the paper's slice bank is the same for every layer."""
-    if not isinstance(options.features, str):
-        return tuple(options.features)
-    bank = slice_directions(
+    create = lambda name: FAMILIES[name].create(
         jax.random.key(options.seed),
-        options.num_slices,
         record.query.shape[-1],
-        kind=options.slice_kind,
+        num_slices=options.num_slices,
+        slice_kind=options.slice_kind,
     )
-    return (FAMILIES[options.features](bank),)
+    return tuple(create(f) if isinstance(f, str) else f for f in options.families)
+
+
+def is_held_out(index: int, share: float) -> bool:
+    """Whether batch ``index`` is held out: never the first, then one in every ``1 / share``."""
+    before = lambda i: math.ceil(i * share - 1e-9)
+    return index > 0 and before(index) > before(index - 1)
 
 
 def unstack(record: Record) -> list[Record]:

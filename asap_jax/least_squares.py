@@ -9,6 +9,9 @@ import numpy as np
 
 from asap_jax import checks
 
+RIDGE_SCALES = ("absolute", "trace", "diagonal")
+_EXACT = jax.lax.Precision.HIGHEST
+
 
 @flax.struct.dataclass
 class LeastSquaresFit:
@@ -87,10 +90,9 @@ class NormalEquations:
             x, y, keep = by_head(x, 1), by_head(y, 0), by_head(keep, 0)
         else:
             x, y, keep = x.reshape(-1, x.shape[-1]), y.reshape(-1), keep.reshape(-1)
-        exact = jax.lax.Precision.HIGHEST
         return NormalEquations(
-            self.gram + jnp.einsum("...rf,...rg->...fg", x, x, precision=exact),
-            self.moment + jnp.einsum("...rf,...r->...f", x, y, precision=exact),
+            self.gram + jnp.einsum("...rf,...rg->...fg", x, x, precision=_EXACT),
+            self.moment + jnp.einsum("...rf,...r->...f", x, y, precision=_EXACT),
             self.target_square + jnp.sum(y * y, -1),
             self.num_rows + jnp.sum(keep, -1, dtype=dtype),
         )
@@ -102,16 +104,58 @@ class NormalEquations:
         """The sums over heads, for one coefficient vector a layer."""
         return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
 
-    def solve(self, ridge=1e-3) -> LeastSquaresFit:
-        """The minimiser of ``|X w - y|^2 + ridge |w|^2`` (unnormalised ridge, no intercept).
+    def add_weighted(self, features, targets, weigh, valid=None) -> NormalEquations:
+        """Adds ``X'HX``, ``X'Hy`` and ``y'Hy`` for a symmetric H >= 0 over the tokens.
+
+        Args:
+          features: ``(..., N, F)``; targets: ``(..., N)``; valid: as in ``add``.
+          weigh: linear map ``(..., N, F + 1) -> (..., N, F + 1)``, the product with H.
+        """
+        x, y = _rows(features, targets)
+        keep = checks.validity("valid", valid, y.shape)
+        both = jnp.concatenate([x, y[..., None].astype(x.dtype)], -1)
+        both = jnp.where(keep[..., None], both, jnp.zeros_like(both)).astype(self.gram.dtype)
+        weighed = weigh(both)
+        product = jnp.einsum("...nf,...ng->...fg", both, weighed, precision=_EXACT)
+        over = tuple(range(product.ndim - (2 if self.gram.ndim == 2 else 3)))
+        product = product.sum(over)
+        count = keep.sum(-1, dtype=self.gram.dtype).sum(over)
+        return NormalEquations(
+            self.gram + product[..., :-1, :-1],
+            self.moment + product[..., :-1, -1],
+            self.target_square + product[..., -1, -1],
+            self.num_rows + count,
+        )
+
+    def whitening(self, floor: float = 1e-6) -> jax.Array:
+        """``T (..., F, F)`` such that features times it have second moments I.
+
+        Directions whose share is below ``floor``, at features of unit size, count as that large.
+        """
+        count = jnp.maximum(self.num_rows, jnp.ones_like(self.num_rows))[..., None]
+        size = jnp.sqrt(jnp.diagonal(self.gram, axis1=-2, axis2=-1) / count)
+        size = jnp.where(size > 0, size, jnp.ones_like(size))
+        system = self.gram / count[..., None] / (size[..., :, None] * size[..., None, :])
+        values, vectors = jnp.linalg.eigh(system)
+        return vectors / size[..., None] / jnp.sqrt(jnp.maximum(values, floor))[..., None, :]
+
+    def solve(self, ridge=1e-3, ridge_scale: str = "absolute") -> LeastSquaresFit:
+        """The minimiser of ``|X w - y|^2 + ridge w'Dw`` (no intercept).
+
+        Args:
+          ridge: lambda >= 0.
+          ridge_scale: ``"absolute"``: D = I, the paper's unnormalised ridge; ``"trace"``:
+            D = I tr(X'X) / F, a ridge that grows with the data; ``"diagonal"``: D = diag(X'X), one
+            that does not depend on the size of any feature either.
 
         Solved by symmetric eigendecomposition; directions below the rounding floor are dropped,
         so the answer is never NaN and a singular Gram gives the minimum-norm one at ridge 0.
 
         Raises:
-          ValueError: ``ridge < 0`` or not finite.
+          ValueError: ``ridge < 0`` or not finite, an unknown scale.
         """
         ridge = checks.non_negative_float("ridge", ridge)
+        checks.one_of("ridge_scale", ridge_scale, RIDGE_SCALES)
         finite = (
             jnp.isfinite(self.gram).all((-1, -2))
             & jnp.isfinite(self.moment).all(-1)
@@ -123,16 +167,19 @@ class NormalEquations:
         if ridge == 0:
             w = _pseudo_solve(gram, moment)
         else:  # unit diagonal first: features of any size then share one rounding floor
-            size = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1) + ridge)
+            square = jnp.diagonal(gram, axis1=-2, axis2=-1)
+            penalty = ridge * _ridge_size(square, ridge_scale)
+            size = jnp.sqrt(square + penalty)
+            size = jnp.where(size > 0, size, jnp.ones_like(size))
             unit = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
-            system = gram + ridge * unit
+            system = gram + penalty[..., None] * unit
             system = system / (size[..., :, None] * size[..., None, :])
             w = _pseudo_solve(system, moment / size) / size
         w = jnp.where(jnp.isfinite(w), w, jnp.zeros_like(w))
         residual = (
             self.target_square
             - 2 * jnp.sum(w * moment, -1)
-            + jnp.einsum("...f,...fg,...g->...", w, gram, w, precision=jax.lax.Precision.HIGHEST)
+            + jnp.einsum("...f,...fg,...g->...", w, gram, w, precision=_EXACT)
         )
         tiny = jnp.finfo(gram.dtype).tiny
         r_squared = 1 - residual / jnp.maximum(self.target_square, tiny)
@@ -141,17 +188,25 @@ class NormalEquations:
         )
 
 
+def _ridge_size(square, ridge_scale):
+    """The diagonal of D, from that of the Gram."""
+    if ridge_scale == "absolute":
+        return jnp.ones_like(square)
+    if ridge_scale == "trace":
+        return jnp.broadcast_to(square.mean(-1, keepdims=True), square.shape)
+    return square
+
+
 def _pseudo_solve(matrix, rhs):
     """Minimum-norm solution; eigenvalues below the rounding floor of the sums are dropped."""
-    exact = jax.lax.Precision.HIGHEST
     values, vectors = jnp.linalg.eigh(matrix)
     floor = jnp.finfo(matrix.dtype).eps * matrix.shape[-1] * jnp.abs(values).max(-1, keepdims=True)
     keep = values > floor
     inverse = jnp.where(
         keep, 1 / jnp.where(keep, values, jnp.ones_like(values)), jnp.zeros_like(values)
     )
-    rotated = inverse * jnp.einsum("...fe,...f->...e", vectors, rhs, precision=exact)
-    return jnp.einsum("...fe,...e->...f", vectors, rotated, precision=exact)
+    rotated = inverse * jnp.einsum("...fe,...f->...e", vectors, rhs, precision=_EXACT)
+    return jnp.einsum("...fe,...e->...f", vectors, rotated, precision=_EXACT)
 
 
 def fit_ls(features, targets, *, ridge=1e-3, valid=None) -> LeastSquaresFit:

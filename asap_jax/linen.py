@@ -13,6 +13,7 @@ from flax.core.scope import union_filters
 
 from asap_jax import attention, capture
 from asap_jax import compile as compiling
+from asap_jax.candidates import Candidate
 from asap_jax.capture import CompiledState, Record
 from asap_jax.linen_baselines import DiffAttention, EspAttention
 from asap_jax.options import Options
@@ -205,14 +206,21 @@ def compile(
     recipe: str = "paper",
     objective: str = "ls",
     num_slices: int = 32,
-    closures: str | int = "two_sided",
+    closures: str | int | None = None,
     ridge: float = 1e-3,
+    ridge_scale: str = "absolute",
+    rows: str = "active",
+    weighting: str = "none",
+    damping: float = 0.1,
     coefficients: str = "pooled",
     in_memory: bool = True,
     features: str | tuple[Any, ...] = "sliced_potentials",
     slice_kind: str = "gaussian",
     baseline: str = "none",
     token_bias: bool = False,
+    candidates: Sequence[Candidate] | None = None,
+    time_limit: float | None = 1.0,
+    ladder: Sequence[int] = (1, 2, 3),
 ) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained linen model (paper, algorithm 1).
 
@@ -226,8 +234,9 @@ def compile(
       forward: ``forward(variables, batch)`` instead, any function that calls ``model.apply``
         once; jitted inside it, it must itself pass ``mutable=["asap_capture"]`` and return
         ``(output, state)``.
-      holdout, seed, layers, recipe, objective, num_slices, closures, ridge, coefficients,
-        in_memory, features, slice_kind, baseline, token_bias: see ``asap_jax.Options``.
+      holdout, seed, layers, recipe, objective, num_slices, closures, ridge,
+        ridge_scale, rows, weighting, damping, coefficients, in_memory, features, slice_kind,
+        baseline, token_bias, candidates, time_limit, ladder: see ``asap_jax.Options``.
 
     Returns:
       CompileResult with ``.variables`` (the compiled model's) and ``.report``.
@@ -246,12 +255,19 @@ def compile(
         num_slices=num_slices,
         closures=closures,
         ridge=ridge,
+        ridge_scale=ridge_scale,
+        rows=rows,
+        weighting=weighting,
+        damping=damping,
         coefficients=coefficients,
         in_memory=in_memory,
         features=features,
         slice_kind=slice_kind,
         baseline=baseline,
         token_bias=token_bias,
+        candidates=candidates,
+        time_limit=time_limit,
+        ladder=ladder,
     )
     calibration = Calibration(model, options, apply_kwargs=apply_kwargs, forward=forward)
     return calibration.run(variables, batches)

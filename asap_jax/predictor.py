@@ -43,6 +43,46 @@ class LinearHead:
         return jnp.einsum("...hnf,hf->...hn", x, w, precision=exact)
 
 
+@flax.struct.dataclass
+class MLPHead:
+    """A linear head with a small hidden layer beside it: ``x.w + tanh(x W + b).o`` per head.
+
+    Attributes:
+      coefficients_in: ``(H, F)`` or ``(F,)``.
+      hidden: ``(H, F, K)`` or ``(F, K)``; bias, out: ``(H, K)`` or ``(K,)``.
+    """
+
+    coefficients_in: jax.Array
+    hidden: jax.Array
+    bias: jax.Array
+    out: jax.Array
+
+    @classmethod
+    def around(cls, linear: LinearHead, whitening: jax.Array, num_hidden: int, seed: int):
+        """The head that equals ``linear``, with hidden units on whitened features to be fitted.
+
+        ``whitening (..., F, F)``: features times it have unit covariance.
+        """
+        w = linear.coefficients
+        draw = jax.random.normal(jax.random.key(seed), (*w.shape, num_hidden), w.dtype)
+        hidden = jnp.einsum("...fg,...gk->...fk", whitening, draw) / w.shape[-1] ** 0.5
+        zero = jnp.zeros((*w.shape[:-1], num_hidden), w.dtype)
+        return cls(w, hidden, zero, zero)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x (..., H, N, F)`` to ``(..., H, N)``."""
+        linear = LinearHead(self.coefficients_in)(x)
+        heads = "" if jnp.ndim(self.bias) == 1 else "h"
+        exact = jax.lax.Precision.HIGHEST
+        hidden, bias, out = (z.astype(x.dtype) for z in (self.hidden, self.bias, self.out))
+        inside = jnp.einsum(f"...{heads}nf,{heads}fk->...{heads}nk", x, hidden, precision=exact)
+        bias = bias[..., None, :]
+        inside = jnp.tanh(inside + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape))
+        return linear + jnp.einsum(
+            f"...{heads}nk,{heads}k->...{heads}n", inside, out, precision=exact
+        )
+
+
 @flax.struct.dataclass(init=False)
 class Predictor:
     """Predicts a centred dual of one side, in cost coordinates.
@@ -53,7 +93,10 @@ class Predictor:
     Attributes:
       features: tuple of feature families, concatenated; each owns its arrays.
       head: from features to a dual, for instance ``LinearHead``.
-      token_bias: ``(length,)`` added to the dual by position, or None.
+      token_bias: ``(length,)``, or per head ``(H, length)``, added to the dual by position; or
+        None.
+      corrections: tuple of ``Correction``; the i-th is applied to the dual that the i-th closure
+        gives, before the next closure (a chain). Fewer than the closures.
       statistics: numbers measured while calibrating (a dict of arrays), or None.
       side: ``"query"`` or ``"key"``: whose dual this is.
       baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
@@ -63,6 +106,7 @@ class Predictor:
     features: tuple[Any, ...]
     head: Any
     token_bias: jax.Array | None
+    corrections: tuple[Any, ...]
     statistics: Any
     side: str = flax.struct.field(pytree_node=False)
     baseline: str = flax.struct.field(pytree_node=False)
@@ -75,6 +119,7 @@ class Predictor:
         directions=None,
         coefficients=None,
         token_bias=None,
+        corrections=(),
         statistics=None,
         side="query",
         baseline="none",
@@ -92,6 +137,7 @@ class Predictor:
             features=features,
             head=head,
             token_bias=token_bias,
+            corrections=tuple(corrections) if isinstance(corrections, list) else corrections,
             statistics=statistics,
             side=side,
             baseline=baseline,
@@ -105,6 +151,19 @@ class Predictor:
 
 
 _families = features
+
+
+@flax.struct.dataclass
+class Correction:
+    """What is added to the dual that a closure gave, to bring it nearer to the teacher's.
+
+    Attributes:
+      features: tuple of feature families of that side.
+      head: linear, on the closure's centred cost dual and then the features.
+    """
+
+    features: tuple[Any, ...]
+    head: Any
 
 
 @flax.struct.dataclass
@@ -155,23 +214,23 @@ def predict(
             "Predictor(directions=..., coefficients=...))"
         )
     q, k = checks.real_array("q", q), checks.real_array("k", k)
-    x, valid = design_matrix(
+    own, other, valid, other_valid = own_side(predictor.side, q, k, query_valid, key_valid)
+    dual = features.evaluate(
         predictor.features,
-        predictor.side,
-        q,
-        k,
+        predictor.head,
+        own,
+        other,
         scale=scale,
-        query_valid=query_valid,
-        key_valid=key_valid,
+        query_valid=valid,
+        key_valid=other_valid,
     )
-    dual = predictor.head(x)
     if predictor.token_bias is not None:
         bias = jnp.asarray(predictor.token_bias).astype(dual.dtype)
-        if bias.shape != dual.shape[-1:]:
+        if bias.ndim not in (1, 2) or bias.shape != dual.shape[-bias.ndim :]:
             raise ValueError(
                 f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} tokens"
             )
-        dual = dual + bias.reshape((1,) * (dual.ndim - 1) + bias.shape)
+        dual = dual + bias.reshape((1,) * (dual.ndim - bias.ndim) + bias.shape)
     if predictor.baseline == "first_step":
         if scores is None:
             raise ValueError("baseline='first_step' needs scores")
@@ -186,14 +245,20 @@ def design_matrix(families, side: str, q, k, *, scale=None, query_valid=None, ke
 
     Returns ``(x (..., N, F), valid (..., N))``, with M for N on the key side.
     """
+    own, other, valid, other_valid = own_side(side, q, k, query_valid, key_valid)
+    x = features.concatenate(
+        families, own, other, scale=scale, query_valid=valid, key_valid=other_valid
+    )
+    return x, valid
+
+
+def own_side(side: str, q, k, query_valid, key_valid):
+    """``(own, other, own validity, other validity)``: tokens of ``side`` first."""
     query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
     key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
     if side == "key":
-        q, k, query_valid, key_valid = k, q, key_valid, query_valid
-    x = features.concatenate(
-        families, q, k, scale=scale, query_valid=query_valid, key_valid=key_valid
-    )
-    return x, query_valid
+        return k, q, key_valid, query_valid
+    return q, k, query_valid, key_valid
 
 
 def first_step(scores, side: str, q, k, *, scale=None, epsilon=1.0, mask=None) -> jax.Array:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 METRICS = ("rel_l2", "output_rmse", "row_error", "column_error")
 HEADINGS = ("attention rel-l2", "output RMSE", "row error", "column error")
+
+
+class Rung(NamedTuple):
+    """One operator at one number of closures: attention rel-l2 and wall clock of a batch."""
+
+    rel_l2: float
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +25,17 @@ class LayerReport:
       rows: operator name to ``{rel_l2, output_rmse, row_error, column_error}``.
       fit: ``r_squared_fit`` (least squares, fit batches) and ``r_squared`` (report batches) of the
         predicted dual, ``num_rows`` regression rows; for a KL fit ``kl_reason``,
-        ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches).
+        ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches); under the
+        automatic recipe the ``candidate`` kept, the rel-l2 of each on the ``choice`` batches,
+        those that were ``too_slow``, and ``chosen_in_sample``: no batch was to spare for the
+        choice.
+      ladder: automatic recipe: operator to number of closures to Rung, on the report batches.
     """
 
     path: str
     rows: dict[str, dict[str, float]]
     fit: dict[str, Any]
+    ladder: dict[str, dict[int, Rung]] | None = None
 
     def _fit(self) -> str:
         fit = self.fit
@@ -34,7 +46,28 @@ class LayerReport:
                 f", KL {state} ({fit['kl_reason']}) in {fit['kl_steps']} steps, "
                 f"plan KL {fit['plan_kl']:.3g}"
             )
+        if "candidate" in fit:
+            where = "the fit's own" if fit["chosen_in_sample"] else "held-out"
+            text += f", {fit['candidate']!r} chosen of {len(fit['choice'])} on {where} batches"
+            if fit["too_slow"]:
+                text += f" (too slow: {', '.join(map(repr, fit['too_slow']))})"
         return text
+
+    def _ladder(self) -> list[str]:
+        rungs = sorted({n for name, row in self.ladder.items() if name != "teacher" for n in row})
+        width = max(map(len, self.ladder))
+        cell = lambda rung: (
+            f"{rung.rel_l2:>9.4f} {1e3 * rung.seconds:>8.2f}" if rung else f"{'-':>9} {'-':>8}"
+        )
+        head = " ".join(f"{f'n={n}':>9} {'ms':>8}" for n in rungs)
+        lines = [f"  {'rel-l2 at n closures':<{width}} {head}"]
+        for name, row in self.ladder.items():
+            if name == "teacher":
+                ((steps, rung),) = row.items()
+                lines.append(f"  teacher S={steps}: {1e3 * rung.seconds:.2f} ms")
+            else:
+                lines.append(f"  {name:<{width}} {' '.join(cell(row.get(n)) for n in rungs)}")
+        return lines
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.rows)
@@ -46,6 +79,8 @@ class LayerReport:
         for name, row in self.rows.items():
             cells = " ".join(f"{row[m]:>16.3g}" for m in METRICS)
             lines.append(f"  {name:<{width}} {cells}")
+        if self.ladder is not None:
+            lines += self._ladder()
         return "\n".join(lines)
 
 

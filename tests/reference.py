@@ -264,6 +264,81 @@ def sliced_features(
     return np.stack(columns, -1)
 
 
+# ---------------------------------------------------------------------------------- moments
+
+
+def moment_features(q, k, *, scale=None, query_valid=None, key_valid=None):
+    """The features (N, d + 8) of one head, one query at a time, centred over the valid queries."""
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    query_valid = np.ones(len(q), bool) if query_valid is None else np.asarray(query_valid)
+    key_valid = np.ones(len(k), bool) if key_valid is None else np.asarray(key_valid)
+    own, other = q[query_valid], k[key_valid]
+    m_own, m = own.mean(0), other.mean(0)
+    c_own, c = (scale * np.cov(x.T, bias=True).reshape(2 * m.shape) for x in (own, other))
+    rows = []
+    for x in q:
+        u, delta = x - m_own, m_own - m
+        rows.append(
+            [
+                *(math.sqrt(scale) * u),
+                scale * (x - m) @ (x - m) / 2,
+                scale * u @ delta,
+                scale * u @ c @ u,
+                scale * (c @ u) @ (c @ u),
+                scale * u @ c_own @ u,
+                scale * u @ c @ delta,
+                scale * u @ m,
+                scale * u @ c @ m,
+            ]
+        )
+    rows = np.array(rows)
+    return rows - rows[query_valid].mean(0)
+
+
+# --------------------------------------------------------------------------------- codebooks
+
+
+def codebook_features(
+    q, k, h, own, other, *, scale=None, epsilon=1.0, query_valid=None, key_valid=None
+):
+    """The 11 features (N, 11) of one head from the other side's score dual h (M,), centred.
+
+    In score coordinates: they differ from those of shifted tokens by `scale q.mean(k)`, which is
+    added here so that both are the same functions.
+    """
+    q, k, own, other = (np.asarray(x, np.float64) for x in (q, k, own, other))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    query_valid = np.ones(len(q), bool) if query_valid is None else np.asarray(query_valid)
+    key_valid = np.ones(len(k), bool) if key_valid is None else np.asarray(key_valid)
+    common = k[key_valid].mean(0)
+    y, h = k[key_valid] - common, (np.asarray(h) + scale * k @ common)[key_valid] / epsilon
+    own, other = own - common, other - common
+    level = np.array([logsumexp(scale * c @ y.T / epsilon + h, 0) for c in own])
+    mean = np.array(
+        [np.exp(scale * c @ y.T / epsilon + h - v) @ y for c, v in zip(own, level, strict=True)]
+    )
+    member = ((y[:, None] - other[None]) ** 2).sum(-1).argmin(1)
+    rows = []
+    for x in q - common:
+        tangent = level + scale * ((x - own) * mean).sum(1) / epsilon
+        distance = scale * ((x - own) ** 2).sum(1)
+        near = np.exp(-distance / 4 - logsumexp(-distance / 4, 0))
+        row = [tangent.max(), logsumexp(tangent, 0), near @ tangent, near @ level]
+        row = [*(-epsilon * np.array(row)), -distance.min()]
+        for weight in (np.exp(h - h.max()), np.ones(len(y))):
+            z = []
+            for r in set(member):
+                mass = weight[member == r].sum()
+                centre = weight[member == r] @ y[member == r] / mass
+                z.append(scale * x @ centre / epsilon + np.log(mass))
+            z = np.array(z)
+            row += list(-epsilon * np.array([z.max(), logsumexp(z, 0), logsumexp(z / 2, 0)]))
+        rows.append(row)
+    rows = np.array(rows)
+    return rows - rows[query_valid].mean(0)
+
+
 def transport_optimum(a, b):
     """The least mean cost (a - b)^2 / 2 between uniform measures, by linear programming.
 

@@ -179,3 +179,54 @@ def test_share_explained_is_reported(rng, x64):
     expected = 1 - jnp.sum(residual**2) / jnp.sum(y**2)
     np.testing.assert_allclose(fit.r_squared, expected, atol=1e-10)
     np.testing.assert_allclose(fit.num_rows, 120)
+
+
+@pytest.mark.parametrize("ridge_scale", ["trace", "diagonal"])
+def test_a_scaled_ridge_grows_with_the_gram(rng, x64, ridge_scale):
+    x, y, _ = regression(rng, dtype="float64")
+    x = x * jnp.asarray([1.0, 10.0, 0.1, 1.0, 3.0]).reshape(1, 1, 1, 5)
+    equations = aj.NormalEquations.zero(5, dtype=jnp.float64).add(x, y)
+    fit = equations.solve(0.2, ridge_scale)
+    rows, targets = np.asarray(x).reshape(-1, 5), np.asarray(y).reshape(-1)
+    gram = rows.T @ rows
+    size = np.trace(gram) / 5 * np.eye(5) if ridge_scale == "trace" else np.diag(np.diag(gram))
+    expected = np.linalg.solve(gram + 0.2 * size, rows.T @ targets)
+    np.testing.assert_allclose(fit.coefficients, expected, rtol=1e-10)
+    twice = (equations + equations).solve(0.2, ridge_scale)
+    chex.assert_trees_all_close(twice.coefficients, fit.coefficients, rtol=1e-10)
+
+
+def test_a_diagonal_ridge_does_not_mind_the_size_of_a_feature(rng, x64):
+    x, y, _ = regression(rng, dtype="float64")
+    size = jnp.asarray([1.0, 1e3, 1e-3, 1.0, 0.0]).reshape(1, 1, 1, 5)
+    solve = lambda x: aj.NormalEquations.zero(5, dtype=jnp.float64).add(x, y).solve(0.2, "diagonal")
+    scaled = solve(x * size).coefficients * size.reshape(5)
+    chex.assert_trees_all_close(scaled, solve(x * jnp.sign(size)).coefficients, rtol=1e-8)
+
+
+def test_an_unknown_ridge_scale_is_refused():
+    with pytest.raises(ValueError, match="ridge_scale"):
+        aj.NormalEquations.zero(2).solve(1.0, "rows")
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_weighted_rows_are_those_of_the_quadratic_form(rng, x64, per_head):
+    x, y, _ = regression(rng, dtype="float64")
+    valid = rng.random((2, 3, 20)) < 0.7
+    root = rng.normal(size=(2, 3, 20, 20))
+    h = root @ np.swapaxes(root, -1, -2)
+    weigh = lambda z: jnp.einsum("bhnm,bhmf->bhnf", jnp.asarray(h), z)
+    zero = aj.NormalEquations.zero(5, num_heads=3 if per_head else None, dtype=jnp.float64)
+    sums = zero.add_weighted(x, y, weigh, jnp.asarray(valid))
+    sums = sums.add_weighted(x, y, weigh, jnp.asarray(valid))
+    z, t = np.where(valid[..., None], x, 0.0), np.where(valid, y, 0.0)
+    gram = 2 * np.einsum("bhnf,bhnm,bhmg->hfg", z, h, z)
+    moment = 2 * np.einsum("bhnf,bhnm,bhm->hf", z, h, t)
+    square = 2 * np.einsum("bhn,bhnm,bhm->h", t, h, t)
+    if not per_head:
+        gram, moment, square = gram.sum(0), moment.sum(0), square.sum(0)
+    np.testing.assert_allclose(sums.gram, gram, rtol=1e-10, atol=1e-9)
+    np.testing.assert_allclose(sums.moment, moment, rtol=1e-10, atol=1e-9)
+    np.testing.assert_allclose(sums.target_square, square, rtol=1e-10)
+    count = valid.sum((0, 2)) * 2
+    np.testing.assert_array_equal(sums.num_rows, count if per_head else count.sum())

@@ -1,23 +1,28 @@
 """Feature families: what a dual is predicted from.
 
 A family is a ``flax.struct`` dataclass that owns its arrays; called as
-``family(q, k, *, scale, query_valid, key_valid)`` it gives centred features ``(..., N, F)`` in
-cost units for the side of its first argument. ``register`` gives it the name it is saved under:
-a new family is one file of its own.
+``family(q, k, *, scale, query_valid, key_valid)`` it gives centred features ``(..., N, F)`` for
+the side of its first argument. ``register`` gives it the name it is saved under: a new family is
+one file of its own (``asap_jax.features.interface`` says what it has).
 """
 
 from __future__ import annotations
 
-from asap_jax.features.interface import FAMILIES, concatenate, register
+from asap_jax.features.codebook import Codebook
+from asap_jax.features.interface import FAMILIES, concatenate, evaluate, register
+from asap_jax.features.moments import Moments
 from asap_jax.features.rank_displacement import RankDisplacement
 from asap_jax.features.raw_projections import RawProjections
 from asap_jax.features.sliced import SlicedPotentials
 
 __all__ = [
     "FAMILIES",
+    "Codebook",
+    "Moments",
     "RankDisplacement",
     "RawProjections",
     "SlicedPotentials",
     "concatenate",
+    "evaluate",
     "register",
 ]

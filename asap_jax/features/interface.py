@@ -1,4 +1,14 @@
-"""What every feature family shares: the register of names, and concatenation."""
+"""What every feature family shares: the register of names, concatenation and evaluation.
+
+A family is a ``flax.struct`` dataclass with
+
+- ``family(q, k, *, scale, query_valid, key_valid)``: centred features ``(..., N, F)``;
+- ``family.num_features(head_dim)``: F;
+- ``Family.create(rng, head_dim, *, num_slices, slice_kind)``: a new one for a compile, where it
+  can be made before any data are seen (optional);
+- ``family.linear(coefficients, q, k, ...)``: the features' linear combination ``(..., N)``, up to
+  a constant per problem, where there is a cheaper way to it than the features (optional).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from asap_jax import slices
 
 FAMILIES: dict[str, type] = {}
 
@@ -21,6 +33,20 @@ def register(name: str):
     return add
 
 
+class Sliced:
+    """What families on a bank of slices share; they own ``directions (L, d)``."""
+
+    @classmethod
+    def create(cls, rng, head_dim: int, *, num_slices: int = 32, slice_kind: str = "gaussian"):
+        """The family on a new bank of ``num_slices`` directions."""
+        return cls(slices.slice_directions(rng, num_slices, head_dim, kind=slice_kind))
+
+    def num_features(self, head_dim: int) -> int:
+        """L, whatever the width of a head."""
+        del head_dim
+        return self.directions.shape[-2]
+
+
 def concatenate(
     families: tuple[Any, ...], q, k, *, scale=None, query_valid=None, key_valid=None
 ) -> jax.Array:
@@ -30,3 +56,29 @@ def concatenate(
         for family in families
     ]
     return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=-1)
+
+
+def evaluate(
+    families: tuple[Any, ...], head: Any, q, k, *, scale=None, query_valid=None, key_valid=None
+) -> jax.Array:
+    """``head`` on the features of ``families``: ``(..., N)``, up to a constant per problem.
+
+    Under a linear head, families that can combine their features more cheaply do so.
+    """
+    tokens = dict(scale=scale, query_valid=query_valid, key_valid=key_valid)
+    folds = [hasattr(family, "linear") for family in families]
+    if not any(folds) or not hasattr(head, "coefficients"):
+        return head(concatenate(families, q, k, **tokens))
+    widths = [family.num_features(q.shape[-1]) for family in families]
+    total, start = None, 0
+    if head.coefficients.shape[-1] != sum(widths):
+        return head(concatenate(families, q, k, **tokens))  # which names both shapes
+    for family, fold, width in zip(families, folds, widths, strict=True):
+        part = head.coefficients[..., start : start + width]
+        start += width
+        if fold:
+            value = family.linear(part, q, k, **tokens)
+        else:
+            value = type(head)(part)(family(q, k, **tokens))
+        total = value if total is None else total + value
+    return total

@@ -5,13 +5,13 @@ from __future__ import annotations
 import flax.struct
 import jax
 
-from asap_jax.features.interface import register
+from asap_jax.features.interface import Sliced, register
 from asap_jax.potentials import displacement_1d, sliced_features
 
 
 @register("rank_displacement")
 @flax.struct.dataclass
-class RankDisplacement:
+class RankDisplacement(Sliced):
     """Centred displacements ``a_i - b`` to the key of equal rank on every slice.
 
     The derivative of the sliced potential; for N != M and masks the same key quantiles are used.

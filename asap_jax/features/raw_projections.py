@@ -5,13 +5,13 @@ from __future__ import annotations
 import flax.struct
 import jax
 
-from asap_jax.features.interface import register
+from asap_jax.features.interface import Sliced, register
 from asap_jax.potentials import sliced_features
 
 
 @register("raw_projections")
 @flax.struct.dataclass
-class RawProjections:
+class RawProjections(Sliced):
     """Centred query projections ``a_i`` on every slice (paper, eq. sliced_projections).
 
     Attributes:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import flax.struct
 import jax
 
-from asap_jax.features.interface import register
+from asap_jax.features.interface import Sliced, register
 from asap_jax.potentials import sliced_potentials
 
 
 @register("sliced_potentials")
 @flax.struct.dataclass
-class SlicedPotentials:
+class SlicedPotentials(Sliced):
     """Sliced potentials (paper, section "One-Dimensional Sliced Potentials").
 
     Attributes:

@@ -1,0 +1,234 @@
+"""The automatic recipe: every layer's best candidate, chosen on batches that no fit has seen."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asap_jax import attention, calibrate, candidates, ctransform, fitting, metrics
+from asap_jax import closures as closing
+from asap_jax.capture import CompiledState, Record
+from asap_jax.options import Options
+from asap_jax.predictor import Predictor
+from asap_jax.report import Rung
+from asap_jax.spec import SinkhornSpec
+
+MARGIN = 0.03  # a candidate that costs more to run must be better by this share
+REPEATS = 5  # timed calls of a rung
+
+
+class AutomaticFit:
+    """Keeps one layer's records, fits every candidate, and takes the best.
+
+    A share of the records, the one ``holdout`` gives of them, is kept out of the fits and the
+    candidates are compared on it; report batches are others again. A layer stack of a scan is
+    one AutomaticFit: its layers are fitted apart and share a candidate.
+    """
+
+    def __init__(self, path: str, record: Record, options: Options):
+        options.refuse(path, record.spec)
+        self.path, self.options = path, options
+        self.spec, self.stack = record.spec, record.stack
+        self.records: list[Record] = []
+        self.predictors: dict[tuple[str, int], list[Predictor]] = {}
+
+    @property
+    def num_closures(self) -> int:
+        """The budget, or as many closures as the teacher has steps to save."""
+        return min(int(self.options.closures), self.spec.num_steps - 1)
+
+    def add(self, record: Record, where: str) -> None:
+        """Keeps one batch; ``where`` names it in errors. Batches of no active token are dropped.
+
+        Raises:
+          ValueError: the batch gives a value that is not finite, or a mask of other values.
+        """
+        fitting.check(record, self.path, where)
+        mass = np.asarray(calibrate.layer_balance(record))
+        if not np.isfinite(mass).all():
+            raise ValueError(
+                f"{where} gives a value that is not finite at layer {self.path!r} (query of shape "
+                f"{record.query.shape})"
+            )
+        if (mass > 0).all():
+            self.records.append(record)
+
+    def solve(self, stream=None, shared=None) -> tuple[CompiledState, list[dict]]:
+        """The layer's state under its best candidate, and figures of each layer's fit.
+
+        Raises:
+          ValueError: no active token was seen.
+        """
+        del stream, shared
+        if not self.records:
+            raise ValueError(f"layer {self.path!r} saw no active token in the calibration batches")
+        share = self.options.holdout
+        held = [fitting.is_held_out(i, share) for i in range(len(self.records))]
+        fit = [fitting.unstack(r) for r, h in zip(self.records, held, strict=True) if not h]
+        choice = [fitting.unstack(r) for r, h in zip(self.records, held, strict=True) if h]
+        self.records = []
+        scores, figures = {}, {}
+        for name, rung, layers in self._fits(fit):
+            self.predictors[name, rung] = [predictor for predictor, _ in layers]
+            if rung == self.num_closures:
+                figures[name] = [numbers for _, numbers in layers]
+                scores[name] = [
+                    np.mean([_rel_l2(records[i], predictor, rung) for records in choice or fit])
+                    for i, (predictor, _) in enumerate(layers)
+                ]
+        fast = self._fast_enough(fit[0][0], list(scores))
+        chosen = _cheapest_good({name: float(np.mean(scores[name])) for name in fast})
+        layers = self.predictors[chosen, self.num_closures]
+        stacked = jax.tree.map(
+            lambda *x: jnp.stack(x).reshape(*self.stack, *jnp.shape(x[0])), *layers
+        )
+        mark = jnp.zeros(self.stack, jnp.int32)
+        state = CompiledState(stacked, self.spec, self.num_closures, mark)
+        told = [
+            dict(
+                numbers,
+                candidate=chosen,
+                choice={name: float(s[i]) for name, s in scores.items()},
+                too_slow=tuple(name for name in scores if name not in fast),
+                chosen_in_sample=not choice,
+            )
+            for i, numbers in enumerate(figures[chosen])
+        ]
+        return state, told
+
+    def _fast_enough(self, record: Record, names: list[str]) -> list[str]:
+        """Those of ``names`` that run within the time limit; the fastest if none does."""
+        limit = self.options.time_limit
+        if limit is None:
+            return names
+        limit *= _seconds(functools.partial(_teacher, record, spec=self.spec))
+        times = {name: self._time(record, name, self.num_closures, 0) for name in names}
+        return [name for name in names if times[name] <= limit] or [min(names, key=times.get)]
+
+    def _time(self, record, name, rung, index) -> float:
+        predictor = self.predictors[name, rung][index]
+        run = functools.partial(_compiled, record, closures=rung, spec=self.spec)
+        return _seconds(functools.partial(run, predictor=predictor))
+
+    def _fits(self, records):
+        """``(name, number of closures, [(predictor, figures), ...])`` of every candidate."""
+        rungs = {n for n in (*self.options.ladder, self.num_closures) if n < self.spec.num_steps}
+        masked = records[0][0].mask is not None
+        for candidate in self.options.candidates or candidates.CANDIDATES:
+            for rung in sorted(rungs):
+                if not candidate.suits(rung, masked=masked):
+                    continue
+                try:
+                    layers = [
+                        candidates.fit(
+                            candidate, [r[i] for r in records], rung, seed=self.options.seed
+                        )
+                        for i in range(math.prod(self.stack))
+                    ]
+                except ValueError as error:
+                    raise ValueError(
+                        f"layer {self.path!r}, candidate {candidate.name!r}: {error}"
+                    ) from error
+                yield candidate.name, rung, layers
+
+    def ladder(self, record: Record, *, timed: bool) -> list[dict[str, dict[int, Rung]]]:
+        """Fidelity, and time if ``timed``, of every operator on one record, layer by layer."""
+        return [self._one_ladder(i, one, timed) for i, one in enumerate(fitting.unstack(record))]
+
+    def _one_ladder(self, index, record, timed) -> dict[str, dict[int, Rung]]:
+        rows: dict[str, dict[int, Rung]] = {}
+        seconds = lambda run: _seconds(run) if timed else math.nan
+        for (name, rung), layers in self.predictors.items():
+            error = _rel_l2(record, layers[index], rung)
+            time_of = self._time(record, name, rung, index) if timed else math.nan
+            rows.setdefault(name, {})[rung] = Rung(error, time_of)
+        for rung in sorted({rung for _, rung in self.predictors}):
+            steps = rung + (self.spec.num_steps - rung) % 2
+            spec = SinkhornSpec(
+                steps, self.spec.epsilon, self.spec.key_mass, self.spec.padding, self.spec.scale
+            )
+            if steps < self.spec.num_steps:
+                run = functools.partial(_teacher, record, spec=spec)
+                error = float(_sinkhorn_rel_l2(record, small=spec))
+                rows.setdefault("Sinkhorn, same ending", {})[rung] = Rung(error, seconds(run))
+            rows.setdefault("closures from zero", {})[rung] = Rung(
+                float(_zero_rel_l2(record, closures=rung)), math.nan
+            )
+        run = functools.partial(_teacher, record, spec=self.spec)
+        rows["teacher"] = {self.spec.num_steps: Rung(0.0, seconds(run))}
+        return rows
+
+
+def _cheapest_good(scores: dict[str, float]) -> str:
+    """The first of ``scores`` that no later one betters by more than the margin, in turn."""
+    best, *others = scores
+    for name in others:
+        if scores[name] < (1 - MARGIN) * scores[best] or not math.isfinite(scores[best]):
+            best = name
+    return best
+
+
+def mean_ladder(ladders: list[dict[str, dict[int, Rung]]]) -> dict[str, dict[int, Rung]]:
+    """Mean fidelity over the ladders of one layer, and the times of the first."""
+    return {
+        name: {
+            rung: Rung(
+                float(np.mean([ladder[name][rung].rel_l2 for ladder in ladders])),
+                first.seconds,
+            )
+            for rung, first in row.items()
+        }
+        for name, row in ladders[0].items()
+    }
+
+
+def _rel_l2(record, predictor, closures) -> float:
+    return float(candidates.rel_l2(record, predictor, closures=closures))
+
+
+@functools.partial(jax.jit, static_argnames="small")
+def _sinkhorn_rel_l2(record, *, small: SinkhornSpec):
+    _, reference = calibrate.call(record, attention.sinkhorn_attention, spec=record.spec)
+    _, weights = calibrate.call(record, attention.sinkhorn_attention, spec=small)
+    return metrics.attention_rel_l2(weights, reference)
+
+
+@functools.partial(jax.jit, static_argnames="closures")
+def _zero_rel_l2(record, *, closures: int):
+    """As many closures, from the dual 0 on the side that makes them end as the teacher does."""
+    p, spec = calibrate.problem(record), record.spec
+    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
+    target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
+    side = spec.side_before_end(closures)
+    zero = jnp.zeros_like(kernel[..., 0] if side == "query" else kernel[..., 0, :])
+    weights = closing.finish(kernel, zero, side=side, num_steps=closures, log_target=target)
+    _, reference = calibrate.call(record, attention.sinkhorn_attention, spec=spec)
+    return metrics.attention_rel_l2(weights, reference)
+
+
+@functools.partial(jax.jit, static_argnames=("closures", "spec"))
+def _compiled(record, *, predictor, closures, spec):
+    tokens = (record.query, record.key, record.value, record.bias, record.mask)
+    return attention.asap_attention(*tokens, predictor=predictor, spec=spec, closures=closures)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _teacher(record, *, spec):
+    tokens = (record.query, record.key, record.value, record.bias, record.mask)
+    return attention.sinkhorn_attention(*tokens, spec=spec)
+
+
+def _seconds(run) -> float:
+    """Median wall clock of a compiled call."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))

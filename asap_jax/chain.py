@@ -1,0 +1,87 @@
+"""Corrected closures: after a closure, a small correction of the dual before the next one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from asap_jax import closures, ctransform, inputs, masks
+from asap_jax.features import concatenate, evaluate
+from asap_jax.predictor import Correction, LinearHead
+from asap_jax.scores import query_shift
+from asap_jax.spec import SinkhornSpec
+
+
+def checked(corrections: tuple, num_steps: int) -> tuple:
+    """``corrections`` as they are; ValueError unless the last closure is left uncorrected."""
+    if len(corrections) >= max(num_steps, 1):
+        raise ValueError(
+            f"{len(corrections)} correction(s) need more than {num_steps} closure(s): the last "
+            f"closure is never corrected, or its marginal would not hold"
+        )
+    return corrections
+
+
+def advance(
+    corrections: tuple[Correction, ...],
+    p: inputs.Problem,
+    spec: SinkhornSpec,
+    kernel: jax.Array,
+    scaling: jax.Array,
+    side: str,
+    log_target,
+) -> tuple[jax.Array, str]:
+    """One closure and its correction after another, from the log ``scaling`` of ``side``.
+
+    Args:
+      corrections: one for every closure to take.
+      kernel: log kernel ``(..., N, M)``.
+      log_target: log column target.
+
+    Returns:
+      The last corrected log scaling and its side.
+    """
+    for correction in corrections:
+        target = log_target if side == "query" else jnp.zeros((), kernel.dtype)
+        scaling = ctransform.closure_step(kernel, scaling, closures.AXIS[side], target)
+        side = closures.OTHER[side]
+        scaling = apply(correction, p, spec, scaling, side)
+    return scaling, side
+
+
+def apply(correction: Correction, p, spec, scaling: jax.Array, side: str) -> jax.Array:
+    """The corrected log scaling of ``side``; 0 at tokens that the closures leave out."""
+    t = _tokens(p, spec, scaling, side)
+    w = jnp.asarray(correction.head.coefficients)
+    first = LinearHead(w[..., :1])(t.dual[..., None])
+    rest = evaluate(correction.features, LinearHead(w[..., 1:]), t.own, t.other, **t.settings)
+    moved = scaling + (first + rest).astype(scaling.dtype) / spec.epsilon
+    if p.validity is None:
+        return moved
+    return jnp.where(getattr(p.validity, side), moved, jnp.zeros_like(moved))
+
+
+def design(families: tuple[Any, ...], p, spec, scaling: jax.Array, side: str):
+    """What a correction is fitted on: ``(x (..., N, 1 + F), dual (..., N), valid (..., N))``.
+
+    ``dual`` is the centred cost dual that the correction is added to.
+    """
+    t = _tokens(p, spec, scaling, side)
+    x = concatenate(families, t.own, t.other, **t.settings)
+    valid = t.settings["query_valid"]
+    valid = jnp.ones(t.dual.shape, bool) if valid is None else valid
+    return jnp.concatenate([t.dual[..., None], x], -1), t.dual, valid
+
+
+class _tokens:
+    """Both sides' tokens, own first, and the centred cost dual of the own side."""
+
+    def __init__(self, p: inputs.Problem, spec: SinkhornSpec, scaling: jax.Array, side: str):
+        validity = masks.feature_validity(p.validity, spec.padding) or masks.Validity(None, None)
+        self.own, self.other = (p.q, p.k) if side == "query" else (p.k, p.q)
+        valid, other_valid = validity if side == "query" else validity[::-1]
+        self.settings = dict(scale=p.scale, query_valid=valid, key_valid=other_valid)
+        shift = query_shift(self.own, scale=p.scale)
+        self.dual = masks.center(spec.epsilon * scaling, valid) + masks.center(shift, valid)

@@ -1,0 +1,194 @@
+"""Codebook features: tangents at inducing points, and mixtures of the other side.
+
+With a cheap dual ``h`` of the other side at hand, the wanted dual is nearly the c-transform of
+``h``. That transform is bounded from below and from above, without anything of size N^2, through
+a few centres per head: by its tangents at centres of the own side (it is convex), and by the
+masses and means of the other side's tokens around their centres (Jensen).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from asap_jax import checks, masks
+from asap_jax.features.interface import evaluate, register
+from asap_jax.scores import accumulation_dtype, resolve_scale
+
+NUM_FEATURES = 11
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+@register("codebook")
+@flax.struct.dataclass
+class Codebook:
+    """Features of a dual from a predicted dual of the other side and two codebooks.
+
+    With the other side's tokens y_j, its predicted dual ``h`` (score coordinates), epsilon e,
+    ``s(x, y) = scale x.y`` and centres c_r of the own side, the tangent of the c-transform at c_r
+    is ``T_r(x) = L_r + s(x - c_r, m_r) / e``: ``L_r = LSE_j (s(c_r, y_j) + h_j) / e`` and m_r
+    the mean of y under those weights. Features, each times e and centred: ``-max_r T_r``,
+    ``-LSE_r T_r``, ``-sum_r a_r T_r``, ``-sum_r a_r L_r`` with
+    ``a = softmax_r(-scale |x - c_r|^2 / 4)``, and ``-min_r scale |x - c_r|^2``.
+
+    With masses M_r and means of the y nearest to the r-th centre of the other side, weighted by
+    ``exp(h / e)`` and once more by 1, and ``z_r = s(x, mean_r) / e + log M_r``: ``-max_r z_r``,
+    ``-LSE_r z_r``, ``-LSE_r z_r / 2``, times e and centred.
+
+    Only active tokens of the other side count; features are evaluated at every own token. The
+    mean of the other side's active tokens is taken from everything first, which a cost dual does
+    not notice and float32 does.
+
+    Attributes:
+      own: centres of the own side, ``(R, d)`` or per head ``(H, R, d)``.
+      other: centres of the other side, alike.
+      inner: ``Predictor`` of the other side's dual; its features and head are used.
+      epsilon: the teacher's.
+    """
+
+    own: jax.Array
+    other: jax.Array
+    inner: Any
+    epsilon: float = flax.struct.field(pytree_node=False, default=1.0)
+
+    def num_features(self, head_dim: int) -> int:
+        """11, whatever the width of a head and the number of centres."""
+        del head_dim
+        return NUM_FEATURES
+
+    def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None) -> jax.Array:
+        """Centred features ``(..., N, 11)`` of the side of ``q``.
+
+        Raises:
+          ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
+        """
+        columns, valid = self._columns(q, k, scale, query_valid, key_valid)
+        x = jnp.stack(columns, axis=-1)
+        return x - masks.masked_mean(x, valid[..., None], -2)
+
+    def linear(
+        self, coefficients, q, k, *, scale=None, query_valid=None, key_valid=None
+    ) -> jax.Array:
+        """The features under ``coefficients`` ``(11,)`` or ``(H, 11)``, up to a constant."""
+        columns, _ = self._columns(q, k, scale, query_valid, key_valid)
+        w = jnp.asarray(coefficients).astype(columns[0].dtype)
+        w = w.reshape((1,) * (columns[0].ndim - w.ndim) + w.shape)
+        return sum(column * w[..., i, None] for i, column in enumerate(columns))
+
+    def _columns(self, q, k, scale, query_valid, key_valid):
+        """The 11 features ``(..., N)``, not centred, and the own side's validity."""
+        q, k = checks.real_array("q", q), checks.real_array("k", k)
+        checks.heads_last_dim(q, k)
+        dtype = accumulation_dtype(q, k)
+        query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
+        key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+        root = math.sqrt(resolve_scale(scale, q.shape[-1]))
+        k = masks.zero_inactive(k.astype(dtype), key_valid)
+        h = evaluate(
+            self.inner.features,
+            self.inner.head,
+            k,
+            q,
+            scale=scale,
+            query_valid=key_valid,
+            key_valid=query_valid,
+        )
+        common = masks.masked_mean(k, key_valid[..., None], -2)
+        x = root * (q.astype(dtype) - common)
+        y = masks.zero_inactive(root * (k - common), key_valid)
+        own = root * (_centres("own", self.own, q).astype(dtype) - common)
+        other = root * (_centres("other", self.other, q).astype(dtype) - common)
+        h = (masks.center(h, key_valid) - 0.5 * jnp.sum(y * y, -1)) / self.epsilon
+        member = _members(y, other, key_valid)
+        columns = [
+            *_tangents(x, y, h, own, key_valid, self.epsilon),
+            *_mixture(x, y, member * _weights(h, key_valid)[..., None, :], self.epsilon),
+            *_mixture(x, y, member, self.epsilon),
+        ]
+        return columns, query_valid
+
+
+# Everything below keeps tokens on the last axis, ``(..., R, N)``: reductions over the centres
+# then run over whole rows.
+
+
+def _tangents(x, y, h, centres, valid, epsilon):
+    """Five columns ``(..., N)``."""
+    some = valid.any(-1, keepdims=True)
+    exponent = _products(centres, y) / epsilon + h[..., None, :]
+    exponent = jnp.where(valid[..., None, :] | ~some[..., None], exponent, -jnp.inf)
+    level = jax.nn.logsumexp(exponent, axis=-1, keepdims=True)
+    means = jnp.einsum("...rm,...md->...rd", jnp.exp(exponent - level), y, precision=_EXACT)
+    offset = level - jnp.sum(centres * means, -1, keepdims=True) / epsilon
+    tangents = offset + _products(means, x) / epsilon
+    distance = _square_distances(centres, x)
+    nearest = distance.min(-2, keepdims=True)
+    near = jnp.exp((nearest - distance) / 4)
+    near = near / near.sum(-2, keepdims=True)
+    return (
+        *_top(tangents, epsilon),
+        -epsilon * jnp.sum(near * tangents, -2),
+        -epsilon * jnp.sum(near * level, -2),
+        -jnp.squeeze(nearest, -2),
+    )
+
+
+def _mixture(x, y, member, epsilon):
+    """Three columns ``(..., N)``, for weights ``member (..., R, M)`` of the tokens y."""
+    mass = member.sum(-1, keepdims=True)
+    full = mass > 0
+    safe = jnp.where(full, mass, jnp.ones_like(mass))
+    means = jnp.einsum("...rm,...md->...rd", member, y, precision=_EXACT) / safe
+    log_mass = jnp.where(full | ~full.any(-2, keepdims=True), jnp.log(safe), -jnp.inf)
+    z = _products(means, x) / epsilon + log_mass
+    peak = jax.lax.stop_gradient(z.max(-2, keepdims=True))
+    half = jnp.log(jnp.exp((z - peak) / 2).sum(-2)) + jnp.squeeze(peak, -2) / 2
+    return (*_top(z, epsilon), -epsilon * half)
+
+
+def _top(z, epsilon):
+    """Minus the maximum and the log-sum-exp over the centres, times epsilon."""
+    peak = z.max(-2)
+    fixed = jax.lax.stop_gradient(peak)
+    lse = jnp.log(jnp.exp(z - fixed[..., None, :]).sum(-2)) + fixed
+    return -epsilon * peak, -epsilon * lse
+
+
+def _members(y, centres, valid):
+    """``(..., R, M)``: 1 at the nearest centre of every valid token, shared where several are."""
+    distance = _square_distances(centres, y)
+    nearest = distance == distance.min(-2, keepdims=True)
+    nearest = (nearest & valid[..., None, :]).astype(y.dtype)
+    return nearest / jnp.maximum(nearest.sum(-2, keepdims=True), jnp.ones((), y.dtype))
+
+
+def _weights(h, valid):
+    """``exp(h)`` up to a factor per problem; 0 where not valid."""
+    peak = jnp.where(valid, h, -jnp.inf).max(-1, keepdims=True)
+    peak = jax.lax.stop_gradient(jnp.where(jnp.isneginf(peak), jnp.zeros_like(peak), peak))
+    return jnp.where(valid, jnp.exp(jnp.where(valid, h - peak, jnp.zeros_like(h))), 0.0)
+
+
+def _products(a, b):
+    return jnp.einsum("...rd,...nd->...rn", a, b, precision=_EXACT)
+
+
+def _square_distances(a, b):
+    size = lambda z: jnp.sum(z * z, axis=-1)
+    return size(a)[..., :, None] + size(b)[..., None, :] - 2 * _products(a, b)
+
+
+def _centres(name, centres, q):
+    """Centres ``(R, d)`` or ``(H, R, d)`` with leading axes for those of ``q``."""
+    centres = jnp.asarray(centres)
+    heads = q.ndim < 3 or centres.ndim == 2 or centres.shape[0] == q.shape[-3]
+    if centres.ndim not in (2, 3) or centres.shape[-1] != q.shape[-1] or not heads:
+        raise ValueError(
+            f"{name} centres of shape {centres.shape} must be (R, {q.shape[-1]}), or per head, to "
+            f"fit tokens of shape {q.shape}"
+        )
+    return centres.reshape((1,) * (q.ndim - centres.ndim) + centres.shape)

@@ -1,0 +1,228 @@
+"""The automatic recipe: candidates, choice, ladder; on linen, nnx, under scan, in a file."""
+
+import math
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from flax import nnx
+from test_compile import (
+    FIRST,
+    HEADS,
+    LENGTH,
+    SPEC,
+    Model,
+    compile_model,
+    data,
+    teacher,
+    variables_of,
+)
+
+import asap_jax as aj
+from asap_jax import automatic, candidates
+
+SMALL = (
+    aj.Candidate("moments"),
+    aj.Candidate("chain", chain=True),
+    aj.Candidate("codebook", rounds=1, num_centres=4),
+)
+AUTO = dict(recipe="auto", candidates=SMALL, ladder=(), time_limit=None)
+
+
+def compile_auto(batches, model=None, variables=None, **settings):
+    model, variables = teacher() if model is None else (model, variables)
+    return aj.linen.compile(model, variables, batches, **{**AUTO, **settings})
+
+
+def test_the_best_of_each_layer_is_kept(rng):
+    batches = data(rng, 5)
+    result = compile_auto(batches)
+    assert (result.report.num_fit_batches, result.report.num_report_batches) == (4, 1)
+    for path, state in result.states.items():
+        fit = result.report.layers[path].fit
+        assert (state.closures, fit["chosen_in_sample"], fit["too_slow"]) == (2, False, ())
+        assert set(fit["choice"]) == {"moments", "chain", "codebook"}
+        best = min(fit["choice"].values())
+        assert fit["choice"][fit["candidate"]] <= best / (1 - automatic.MARGIN) ** 2
+        corrections = {"moments": 0, "chain": 1, "codebook": 0}[fit["candidate"]]
+        assert len(state.predictor.corrections) == corrections
+    assert "chosen of 3 on held-out batches" in str(result.report)
+
+
+def test_the_report_measures_what_the_state_does(rng):
+    """Fidelity, ladder and choice agree where they look at the same batch."""
+    batches = data(rng, 5)
+    result = compile_auto(batches, ladder=(1, 2, 3))
+    for path, state in result.states.items():
+        layer = result.report.layers[path]
+        name = layer.fit["candidate"]
+        assert layer.ladder[name][2].rel_l2 == pytest.approx(layer.rows["ASAP n=2"]["rel_l2"])
+        assert set(layer.ladder["moments"]) == {1, 2, 3}
+        assert set(layer.ladder["chain"]) == {2, 3}
+        assert set(layer.ladder["Sinkhorn, same ending"]) == {1, 2}
+        assert layer.ladder["Sinkhorn, same ending"][2].rel_l2 == pytest.approx(
+            layer.rows["Sinkhorn S=2"]["rel_l2"]
+        )
+        assert layer.ladder["closures from zero"][2].rel_l2 == pytest.approx(
+            layer.rows["Sinkhorn S=2"]["rel_l2"], rel=1e-4
+        )
+        assert all(r.seconds > 0 for r in layer.ladder["moments"].values())
+        assert state.closures == 2
+    assert "closures from zero" in str(result.report)
+
+
+def test_choice_batches_are_in_no_fit(rng):
+    """Of five batches the second is reported on, the third chosen on; the others are fitted."""
+    batches = data(rng, 5)
+    one = dict(candidates=SMALL[:1])
+    plain = compile_auto(batches, **one).states
+    for index in (1, 2):
+        changed = list(batches)
+        changed[index] = 2 * batches[index]
+        chex.assert_trees_all_equal(compile_auto(changed, **one).states, plain)
+    changed = [2 * batches[0], *batches[1:]]
+    moved = compile_auto(changed, **one).states[FIRST].predictor.coefficients
+    assert jnp.abs(moved - plain[FIRST].predictor.coefficients).max() > 1e-3
+
+
+def test_two_batches_are_enough_and_the_report_says_what_it_cost(rng):
+    result = compile_auto(data(rng, 2))
+    assert result.report.layers[FIRST].fit["chosen_in_sample"]
+    assert "on the fit's own batches" in str(result.report)
+
+
+def test_the_budget_is_at_most_what_the_teacher_has(rng):
+    model = Model((aj.SinkhornSpec(2), SPEC))
+    result = compile_auto(data(rng), model, variables_of(model, rng), closures=3)
+    assert [state.closures for state in result.states.values()] == [1, 3]
+
+
+def test_a_candidate_that_is_too_slow_is_not_kept(rng):
+    result = compile_auto(data(rng), time_limit=1e-9)
+    fit = result.report.layers[FIRST].fit
+    assert len(set(fit["too_slow"]) - {fit["candidate"]}) == 2
+    assert "too slow" in str(result.report)
+
+
+def test_later_candidates_must_earn_their_cost():
+    good = automatic._cheapest_good
+    assert good({"a": 0.100, "b": 0.099}) == "a"
+    assert good({"a": 0.100, "b": 0.090, "c": 0.0895}) == "b"
+    assert good({"a": math.nan, "b": 0.5}) == "b"
+
+
+@pytest.mark.parametrize("closures", [1, 2])
+def test_compiled_states_come_back_from_a_file(rng, tmp_path, closures):
+    """Corrections, codebooks and the predictors inside them."""
+    batches, (model, variables) = data(rng), teacher()
+    wanted = aj.Candidate("all", rounds=2, num_centres=4, chain=closures > 1,
+                          damping=0.1 if closures == 1 else None)  # fmt: skip
+    result = compile_auto(batches, candidates=(wanted,), closures=closures)
+    aj.save(tmp_path / "compiled.npz", result)
+    loaded = aj.load(tmp_path / "compiled.npz", like=variables)
+    chex.assert_trees_all_equal(loaded["asap"], dict(result.variables["asap"]))
+    chex.assert_trees_all_equal(
+        model.apply(loaded, batches[1]), model.apply(result.variables, batches[1])
+    )
+
+
+def test_masked_batches(rng):
+    """Key masks: all rows are a candidate of their own; an empty batch counts for nothing."""
+    tries = (aj.Candidate("active"), aj.Candidate("all", rows="all"))
+    mask = problems.key_padding([LENGTH, 4, 5], LENGTH)
+    batches = [{"x": x, "mask": mask} for x in data(rng, 4)]
+    result = compile_auto(batches, candidates=tries)
+    assert set(result.report.layers[FIRST].fit["choice"]) == {"active", "all"}
+    empty = {"x": batches[3]["x"], "mask": np.zeros_like(mask)}
+    again = compile_auto([*batches, empty], candidates=tries[:1])
+    assert math.isfinite(again.report.layers[FIRST].rows["ASAP n=2"]["rel_l2"])
+
+
+class Stack(nn.Module):
+    """Three layers under a scan."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                attend = aj.linen.SinkhornAttention(SPEC)
+                layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attend)
+                return x + layer(x), None
+
+        axes = {"params": 0, "asap": 0, "asap_capture": 0}
+        scan = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)
+        return scan()(x, None)[0]
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["choice", "all at once"])
+def test_a_scanned_stack_shares_a_candidate(rng, every):
+    model, batches = Stack(), data(rng, 4)
+    variables = variables_of(model, rng)
+    whole = aj.Candidate("all", rounds=1, num_centres=4, chain=True, tuned=2, hidden=2)
+    tries = (whole,) if every else SMALL
+    result = compile_auto(batches, model, variables, ladder=(2,), candidates=tries)
+    (state,) = result.states.values()
+    chosen = {layer.fit["candidate"] for layer in result.report.layers.values()}
+    assert (len(result.report.layers), len(chosen)) == (3, 1)
+    assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(state.predictor))
+    error = [layer.ladder[min(chosen)][2].rel_l2 for layer in result.report.layers.values()]
+    rows = [layer.rows["ASAP n=2"]["rel_l2"] for layer in result.report.layers.values()]
+    np.testing.assert_allclose(error, rows, rtol=1e-3)
+    assert jnp.isfinite(model.apply(result.variables, batches[0])).all()
+
+
+def test_an_nnx_model(rng, tmp_path):
+    layer = nnx.MultiHeadAttention(
+        HEADS, 8, decode=False, attention_fn=aj.nnx.SinkhornAttention(SPEC), rngs=nnx.Rngs(0)
+    )
+    batches = data(rng, 4)
+    result = aj.nnx.compile(layer, batches, **AUTO)
+    aj.save(tmp_path / "compiled.npz", result)
+    loaded = aj.load(tmp_path / "compiled.npz", like=layer)
+    chex.assert_trees_all_equal(loaded(batches[0]), result.model(batches[0]))
+    (report,) = result.report.layers.values()
+    assert report.rows["ASAP n=2"]["rel_l2"] < 0.7 * report.rows["Sinkhorn S=2"]["rel_l2"]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("closures", "two_sided"), ("features", "moments"), ("coefficients", "per_head"),
+    ("objective", "kl"), ("ridge", 0.1), ("time_limit", 0.0), ("candidates", ()),
+    ("candidates", (SMALL[0], SMALL[0])), ("ladder", (0,)),
+])  # fmt: skip
+def test_settings_that_do_not_go_with_the_recipe_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        aj.Options(recipe="auto", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["candidates", "time_limit", "ladder"])
+def test_settings_of_the_recipe_are_refused_elsewhere(name):
+    with pytest.raises(ValueError, match=f"{name} does not go with recipe='paper'"):
+        aj.Options(**{name: {"candidates": SMALL, "time_limit": None, "ladder": (2,)}[name]})
+
+
+@pytest.mark.parametrize("settings", [
+    {"rounds": -1}, {"rounds": True}, {"num_centres": 0}, {"rows": "some"},
+    {"coefficients": "shared"},
+], ids=str)  # fmt: skip
+def test_candidates_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match="|".join(settings)):
+        aj.Candidate("x", **settings)
+
+
+def test_stages_before_the_teachers_start_move_to_later_iterations():
+    step = lambda num_steps, n: candidates._half_step(aj.SinkhornSpec(num_steps), n)
+    assert [step(5, n) for n in range(1, 8)] == [1, 2, 3, 4, 3, 4, 3]
+    assert [step(2, n) for n in (1, 2, 3)] == [1, 0, 1]
+
+
+def test_the_paper_recipe_is_what_it_was(rng):
+    batches = data(rng)
+    chex.assert_trees_all_equal(
+        compile_model(batches).states, compile_model(batches, recipe="paper").states
+    )
+    assert aj.Options().closures == "two_sided"
