@@ -227,7 +227,7 @@ def test_tiles_notice_what_they_cannot_represent():
         aj.sinkhorn_attention(q, k, v, mask=mask, spec=spec, implementation=name)
         for name in ("streaming", "log")
     ]
-    chex.assert_trees_all_close(*outs, atol=1e-6)
+    chex.assert_trees_all_close(*outs, rtol=1e-5)  # scalings of size 50 cancel
     settings = plans.Settings("key", 150, 1.0, 0.5, "streaming")
     heads = lambda x: jnp.swapaxes(x, 1, 2)
     tiles = streaming.cut(heads(q), heads(k), None, mask, None, settings, None, 2)

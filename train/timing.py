@@ -7,6 +7,13 @@ from collections.abc import Callable, Mapping
 import jax
 
 
+def compiled(function: Callable, *arguments) -> tuple[float, Callable]:
+    """Seconds to trace and compile ``function`` for ``arguments``, and the compiled program."""
+    start = time.perf_counter()
+    program = jax.jit(function).lower(*arguments).compile()
+    return time.perf_counter() - start, program
+
+
 def interleaved(
     calls: Mapping[str, Callable[[], object]],
     *,
