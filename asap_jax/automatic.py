@@ -26,7 +26,8 @@ class AutomaticFit:
     """Keeps one layer's records, fits every candidate, and takes the best.
 
     A share of the records, the one ``holdout`` gives of them, is kept out of the fits and the
-    candidates are compared on it; report batches are others again. A layer stack of a scan is
+    candidates are compared on it; the one chosen is then fitted again with that share. Report
+    batches are others again. A layer stack of a scan is
     one AutomaticFit: its layers are fitted apart and share a candidate.
     """
 
@@ -81,8 +82,14 @@ class AutomaticFit:
                     np.mean([_rel_l2(records[i], predictor, rung) for records in choice or fit])
                     for i, (predictor, _) in enumerate(layers)
                 ]
-        fast = self._fast_enough(fit[0][0], list(scores))
+        slow = self._too_slow(fit[0][0], list(scores))
+        fast = [name for name in scores if name not in slow] or slow[:1]
         chosen = _cheapest_good({name: float(np.mean(scores[name])) for name in fast})
+        if choice:  # the choice is made: its batches are data like the others now
+            (candidate,) = (c for c in self._candidates() if c.name == chosen)
+            layers = self._fit(candidate, fit + choice, self.num_closures)
+            self.predictors[chosen, self.num_closures] = [predictor for predictor, _ in layers]
+            figures[chosen] = [numbers for _, numbers in layers]
         layers = self.predictors[chosen, self.num_closures]
         stacked = jax.tree.map(
             lambda *x: jnp.stack(x).reshape(*self.stack, *jnp.shape(x[0])), *layers
@@ -94,21 +101,21 @@ class AutomaticFit:
                 numbers,
                 candidate=chosen,
                 choice={name: float(s[i]) for name, s in scores.items()},
-                too_slow=tuple(name for name in scores if name not in fast),
+                too_slow=tuple(slow),
                 chosen_in_sample=not choice,
             )
             for i, numbers in enumerate(figures[chosen])
         ]
         return state, told
 
-    def _fast_enough(self, record: Record, names: list[str]) -> list[str]:
-        """Those of ``names`` that run within the time limit; the fastest if none does."""
+    def _too_slow(self, record: Record, names: list[str]) -> list[str]:
+        """Those of ``names`` that run beyond the time limit, the fastest first."""
         limit = self.options.time_limit
         if limit is None:
-            return names
+            return []
         limit *= _seconds(functools.partial(_teacher, record, spec=self.spec))
         times = {name: self._time(record, name, self.num_closures, 0) for name in names}
-        return [name for name in names if times[name] <= limit] or [min(names, key=times.get)]
+        return sorted((name for name in names if times[name] > limit), key=times.get)
 
     def _time(self, record, name, rung, index) -> float:
         predictor = self.predictors[name, rung][index]
@@ -119,22 +126,25 @@ class AutomaticFit:
         """``(name, number of closures, [(predictor, figures), ...])`` of every candidate."""
         rungs = {n for n in (*self.options.ladder, self.num_closures) if n < self.spec.num_steps}
         masked = records[0][0].mask is not None
-        for candidate in self.options.candidates or candidates.CANDIDATES:
+        for candidate in self._candidates():
             for rung in sorted(rungs):
-                if not candidate.suits(rung, masked=masked):
-                    continue
-                try:
-                    layers = [
-                        candidates.fit(
-                            candidate, [r[i] for r in records], rung, seed=self.options.seed
-                        )
-                        for i in range(math.prod(self.stack))
-                    ]
-                except ValueError as error:
-                    raise ValueError(
-                        f"layer {self.path!r}, candidate {candidate.name!r}: {error}"
-                    ) from error
-                yield candidate.name, rung, layers
+                if candidate.suits(rung, masked=masked):
+                    yield candidate.name, rung, self._fit(candidate, records, rung)
+
+    def _candidates(self):
+        return self.options.candidates or candidates.CANDIDATES
+
+    def _fit(self, candidate, records, rung):
+        """``[(predictor, figures), ...]`` of the layers."""
+        try:
+            return [
+                candidates.fit(candidate, [r[i] for r in records], rung, seed=self.options.seed)
+                for i in range(math.prod(self.stack))
+            ]
+        except ValueError as error:
+            raise ValueError(
+                f"layer {self.path!r}, candidate {candidate.name!r}: {error}"
+            ) from error
 
     def ladder(self, record: Record, *, timed: bool) -> list[dict[str, dict[int, Rung]]]:
         """Fidelity, and time if ``timed``, of every operator on one record, layer by layer."""

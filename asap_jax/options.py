@@ -65,7 +65,8 @@ class Options:
       candidates: ``"auto"``: the ``Candidate`` s to try, cheapest to run first; ``CANDIDATES`` when
         None, ``THOROUGH`` has more.
       time_limit: ``"auto"``: keep no candidate that takes longer, measured while compiling, than
-        this times the teacher; None for fidelity alone, whatever it takes.
+        this times the teacher (the fastest, and the report says so, if all do); None for fidelity
+        alone, whatever it takes.
       ladder: ``"auto"``: numbers of closures that the report compares, beside the budget.
 
     Raises:

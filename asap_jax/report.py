@@ -49,7 +49,9 @@ class LayerReport:
         if "candidate" in fit:
             where = "the fit's own" if fit["chosen_in_sample"] else "held-out"
             text += f", {fit['candidate']!r} chosen of {len(fit['choice'])} on {where} batches"
-            if fit["too_slow"]:
+            if fit["candidate"] in fit["too_slow"]:
+                text += " (ALL beyond the time limit: this is the fastest)"
+            elif fit["too_slow"]:
                 text += f" (too slow: {', '.join(map(repr, fit['too_slow']))})"
         return text
 
