@@ -6,8 +6,18 @@ import pathlib
 import sys
 
 import asap_jax as aj
-from train import ablations, compiling, demo, fidelity, progress, recipes, refresh, runs, teacher
-from train.bench import esp_resources, imports, memory
+from train import (
+    ablations,
+    bench,
+    compiling,
+    demo,
+    fidelity,
+    progress,
+    recipes,
+    refresh,
+    runs,
+    teacher,
+)
 from train.data import VARIABLE
 from train.extras import UserError
 
@@ -239,16 +249,19 @@ def _add_refresh(commands) -> None:
 
 
 def _add_bench(commands) -> None:
-    sub = _command(
-        commands,
-        "bench",
-        _bench,
-        "measure memory and time",
-        "gradient-memory: forward and gradient of the S=20 teacher; esp-resources: train steps "
-        "of ESP attention beside Sinkhorn (the paper's table shape); import: seconds that "
-        "`import asap_jax` adds.",
+    lines = "; ".join(f"{name}: {text}" for name, (_, text) in bench.BENCHES.items())
+    sub = _command(commands, "bench", _bench, "measure memory and time", f"{lines}.")
+    sub.add_argument("what", choices=tuple(bench.BENCHES))
+    sub.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="token counts (default: the benchmark's)",
     )
-    sub.add_argument("what", choices=("gradient-memory", "esp-resources", "import"))
+    sub.add_argument(
+        "--out", type=pathlib.Path, help="folder for the table as JSON and Markdown (default: none)"
+    )
 
 
 def _add_evaluate(commands) -> None:
@@ -379,11 +392,10 @@ def _refresh(options) -> None:
 
 
 def _bench(options) -> None:
-    {
-        "gradient-memory": memory.run,
-        "esp-resources": esp_resources.run,
-        "import": imports.run,
-    }[options.what]()
+    given = {
+        name: value for name in ("lengths", "out") if (value := getattr(options, name)) is not None
+    }
+    bench.run(options.what, **given)
 
 
 def _evaluate(options) -> None:

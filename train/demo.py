@@ -5,8 +5,28 @@ import shutil
 import time
 
 import asap_jax as aj
-from train import compiling, fidelity, picture, progress, recipes, runs, teacher
+from train import compiling, fidelity, operators, picture, progress, recipes, runs, teacher
+from train.data import Examples
+from train.operators import Operator
 from train.table import Table
+
+
+def moment_rows(trained: teacher.Teacher, examples: Examples) -> list[Operator]:
+    """Rows past the paper: moment features per head, one fit for each number of closures."""
+    rows = []
+    for count in (1, 2, 3):
+        options = aj.Options(
+            seed=trained.seed,
+            features="moments",
+            coefficients="per_head",
+            closures=count,
+            ridge=1e-5,
+            ridge_scale="trace",
+        )
+        variables = compiling.compile_teacher(trained, examples, options).variables
+        name = f"Moments, {count} closure{'s' if count > 1 else ''}"
+        rows.append(operators.compiled_row(name, trained.recipe, variables, count))
+    return rows
 
 
 def run(seed: int, out: pathlib.Path, recipe: recipes.Recipe = recipes.DEMO) -> Table:
@@ -32,7 +52,13 @@ def run(seed: int, out: pathlib.Path, recipe: recipes.Recipe = recipes.DEMO) -> 
     result = compiling.compile_teacher(trained, split.train)
     screen.print(str(result.report), markup=False)
     aj.save(out / runs.ARTEFACT, result)
-    table = fidelity.measure(recipe, trained.variables, split.test, compiled=result.variables)
+    table = fidelity.measure(
+        recipe,
+        trained.variables,
+        split.test,
+        compiled=result.variables,
+        more=moment_rows(trained, split.train),
+    )
     table.print(screen)
     written = [*table.write(out)]
     written.append(picture.draw(recipe, result.variables, split.test, out / "plans.png"))

@@ -45,12 +45,13 @@ def inputs_of(record) -> tuple:
     return record.query, record.key, record.value, record.bias, record.mask
 
 
-def with_closures(variables: dict, closures: str) -> dict:
+def with_closures(variables: dict, closures: str | int) -> dict:
     """Compiled variables with another ending; both of the paper's start from the same dual.
 
     Args:
       variables: linen variables with the ``"asap"`` collection.
-      closures: ``"one_sided"`` (ASAP-0) or ``"two_sided"`` (ASAP).
+      closures: ``"one_sided"`` (ASAP-0), ``"two_sided"`` (ASAP), ``"none"``, or the number of
+        closures that the fit was made for.
     """
     states = _states(variables)
     changed = {path: state.replace(closures=closures) for path, state in states.items()}
@@ -83,7 +84,7 @@ def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
     ]
 
 
-def compiled_row(name: str, recipe: Recipe, variables: dict, closures: str) -> Operator:
+def compiled_row(name: str, recipe: Recipe, variables: dict, closures: str | int) -> Operator:
     """Compiled variables as a row, with the ending ``closures``."""
     ended = with_closures(variables, closures)
     attend = functools.partial(_asap, recipe.spec)

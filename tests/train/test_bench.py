@@ -1,5 +1,6 @@
 """Benchmarks at toy sizes: what is printed follows from what is compiled."""
 
+import json
 import math
 import re
 
@@ -10,7 +11,8 @@ import pytest
 
 import asap_jax as aj
 from train import cli
-from train.bench import esp_resources, memory
+from train.bench import esp_resources, layer, memory
+from train.bench import teacher as peers
 
 
 def test_esp_resources_prints_a_row_per_method_and_length(capsys):
@@ -47,6 +49,43 @@ def test_the_unrolled_comparison_is_the_same_function():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 4))
     ours = aj.sinkhorn_attention(q, k, v, spec=aj.SinkhornSpec(7))
     chex.assert_trees_all_close(memory.unrolled(q, k, v, 7), ours, atol=1e-5)
+
+
+def test_the_layer_benchmark_writes_what_it_prints(tmp_path, capsys):
+    rows = layer.run(lengths=(8,), rounds=1, out=tmp_path)
+    text = capsys.readouterr().out
+    for name in ("softmax, divided late", "Sinkhorn S=20", "ASAP n=2, moments"):
+        assert f"| N=8 | {name} |" in text
+    assert all(row.milliseconds > 0 for row in rows)
+    dense = min(row.milliseconds for row in rows if row.name in layer.DENSE)
+    assert all(row.ratio == pytest.approx(row.milliseconds / dense) for row in rows)
+    stored = json.loads((tmp_path / "layer.json").read_text())
+    assert [row["name"] for row in stored["rows"]] == [row.name for row in rows]
+    assert "| N=8 | Sinkhorn S=20 |" in (tmp_path / "layer.md").read_text()
+
+
+def test_a_row_that_needs_too_much_memory_is_not_run():
+    rows = {"softmax, divided late": layer.softmax_late, "plain": layer.softmax_plain}
+    some = layer.measure("N=4", (1, 4, 1, 2), rows, rounds=1, limit_gib=-1.0)
+    assert all(row.milliseconds is None and row.ratio is None for row in some)
+    assert "not run (needs 0.0 GiB)" in layer.table(some)
+
+
+@pytest.mark.parametrize("num_steps", [4, 10])
+def test_the_peers_compute_the_same_attention(num_steps):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 4))
+    ours = aj.sinkhorn_attention(q, k, v, spec=aj.SinkhornSpec(num_steps))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        theirs = peers.ott_attention(q, k, v, num_steps=num_steps)
+    chex.assert_trees_all_close(ours, theirs, atol=2e-6)
+    chex.assert_trees_all_close(
+        layer.softmax_late(q, k, v), layer.softmax_plain(q, k, v), atol=1e-6
+    )
+
+
+def test_a_setting_that_a_benchmark_does_not_take_is_refused(capsys):
+    assert cli.main(["bench", "import", "--lengths", "8"]) == 1
+    assert "bench import takes no --lengths" in capsys.readouterr().err
 
 
 def test_an_unknown_benchmark_lists_the_known(capsys):

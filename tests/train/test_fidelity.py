@@ -221,7 +221,8 @@ def test_the_demo_runs_through_and_writes_all_it_promises(tiny, tmp_path, monkey
     monkeypatch.setattr(demo.teacher, "load_data", few)
     table = demo.run(0, tmp_path, small)
     demo.run(0, tmp_path, small)  # replaces what is there
-    assert [row.name for row in table.rows] == ROWS
+    more = [f"Moments, {text}" for text in ("1 closure", "2 closures", "3 closures")]
+    assert [row.name for row in table.rows] == [*ROWS[:-1], *more, "teacher"]
     for name in ("fidelity.md", "fidelity.json", "plans.png", "compiled.npz", "metrics.jsonl"):
         assert (tmp_path / name).exists(), name
     assert "demo took" in capsys.readouterr().out

@@ -1,1 +1,36 @@
-"""Benchmarks: speed and memory live here, never in timed tests."""
+"""Benchmarks: speed and memory live here and never in tests."""
+
+import inspect
+
+from train.bench import esp_resources, imports, layer, memory, streaming, teacher
+from train.extras import UserError
+
+BENCHES = {
+    "layer": (layer.run, "softmax, Sinkhorn budgets and compiled layers at growing lengths"),
+    "teacher": (teacher.run, "the S=20 teacher beside OTT-JAX and a PyTorch loop"),
+    "memory": (streaming.run, "tiles against whole kernels, forward and gradient"),
+    "gradient-memory": (memory.run, "forward and gradient of the S=20 teacher"),
+    "esp-resources": (
+        esp_resources.run,
+        "train steps of ESP attention beside Sinkhorn (the paper's table shape)",
+    ),
+    "import": (imports.run, "seconds that `import asap_jax` adds"),
+}
+"""From a name to the function that runs it and what it measures."""
+
+
+def run(name: str, **settings) -> None:
+    """Runs one benchmark.
+
+    Args:
+      name: a key of ``BENCHES``.
+      settings: ``lengths`` and ``out``, for those benchmarks that take them.
+
+    Raises:
+      UserError: a setting that this benchmark does not take.
+    """
+    function, _ = BENCHES[name]
+    for setting in settings:
+        if setting not in inspect.signature(function).parameters:
+            raise UserError(f"bench {name} takes no --{setting}")
+    function(**settings)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,7 @@ def measure(
     rounds: int,
     limit_gib: float = LIMIT_GIB,
     gradient: bool = False,
+    foreign: Mapping[str, Callable[[], object]] | None = None,
 ) -> list[Row]:
     """Compiles and times all rows at one shape, interleaved.
 
@@ -117,6 +119,7 @@ def measure(
       rounds: timed calls of each.
       limit_gib: rows that need more are not run.
       gradient: time value and gradient of a scalar of the output instead.
+      foreign: calls outside JAX to time beside them; their memory is not known.
     """
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     done, calls = {}, {}
@@ -131,6 +134,8 @@ def measure(
         done[name] = (needed, seconds)
         if needed <= limit_gib:
             calls[name] = functools.partial(program, *qkv)
+    for name, call in (foreign or {}).items():
+        done[name], calls[name] = (math.nan, math.nan), call
     times = timing.interleaved(calls, rounds=rounds)
     base = [times[name] for name in DENSE if name in times] or [min(times.values())]
     return [
@@ -177,7 +182,7 @@ def run(
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     lines = [
-        "| shape | attention | ms | / softmax | temporary MiB | compile s |",
+        "| shape | attention | ms | ratio | temporary MiB | compile s |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
@@ -185,10 +190,9 @@ def table(rows: list[Row]) -> str:
             cells = f"not run (needs {row.gibibytes:.1f} GiB) | "
         else:
             cells = f"{row.milliseconds:.2f} | {row.ratio:.2f}"
-        lines.append(
-            f"| {row.shape} | {row.name} | {cells} | {1024 * row.gibibytes:.1f} "
-            f"| {row.compile_seconds:.1f} |"
-        )
+        known = not math.isnan(row.gibibytes)
+        rest = f"{1024 * row.gibibytes:.1f} | {row.compile_seconds:.1f}" if known else "? | 0"
+        lines.append(f"| {row.shape} | {row.name} | {cells} | {rest} |")
     return "\n".join(lines)
 
 

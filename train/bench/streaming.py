@@ -1,0 +1,67 @@
+"""Memory and time of tiles against whole kernels, forward and gradient, as the length grows."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterable
+
+import jax.numpy as jnp
+
+import asap_jax as aj
+from train import machine
+from train.bench import layer
+from train.bench.layer import Row
+
+LENGTHS = (1000, 2000, 8000)
+LIMIT_GIB = 6.0
+
+
+def rows_of(head_dim: int) -> dict[str, Callable]:
+    """Row names to attention functions: compiled layers from a dual that costs nothing."""
+    nothing = aj.RawProjections(jnp.eye(1, head_dim))
+    rows = {"softmax, dense": layer.softmax_plain}
+    for closures in (1, 2, 3):
+        predictor = aj.Predictor(
+            (nothing,), aj.LinearHead(jnp.zeros(1)), side="query" if closures % 2 else "key"
+        )
+        for how in ("scaling", "streaming"):
+            rows[f"{closures} closures, {how}"] = functools.partial(
+                aj.asap_attention,
+                predictor=predictor,
+                spec=aj.SinkhornSpec(num_steps=10),
+                closures=closures,
+                implementation=how,
+            )
+    rows["Sinkhorn S=10, streaming"] = functools.partial(
+        aj.sinkhorn_attention, spec=aj.SinkhornSpec(num_steps=10), implementation="streaming"
+    )
+    return rows
+
+
+def run(
+    lengths: Iterable[int] = LENGTHS, *, rounds: int = 2, out: pathlib.Path | None = None
+) -> list[Row]:
+    """Prints the table and writes ``memory.json`` and ``memory.md`` into ``out``."""
+    batch, heads, width = layer.SHAPE
+    rows = []
+    for length in lengths:
+        for gradient in (False, True):
+            rows += layer.measure(
+                f"N={length}, {'gradient' if gradient else 'forward'}",
+                (batch, length, heads, width),
+                rows_of(width),
+                rounds=rounds,
+                limit_gib=LIMIT_GIB,
+                gradient=gradient,
+            )
+    print(layer.table(rows))
+    facts = {
+        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
+        "time": f"median of {rounds} interleaved calls; ratio to dense softmax where it ran",
+        **machine.facts(),
+    }
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
+    if out is not None:
+        layer.write(out, "memory", "Tiles and whole kernels", rows, facts)
+    return rows
