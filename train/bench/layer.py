@@ -136,8 +136,8 @@ def measure(
             calls[name] = functools.partial(program, *qkv)
     for name, call in (foreign or {}).items():
         done[name], calls[name] = (math.nan, math.nan), call
-    times = timing.interleaved(calls, rounds=rounds)
-    base = [times[name] for name in DENSE if name in times] or [min(times.values())]
+    times = timing.interleaved(calls, rounds=rounds) if calls else {}
+    base = [times[name] for name in DENSE if name in times] or [*times.values()]
     return [
         Row(
             shape_name,
