@@ -168,7 +168,7 @@ def fit_kl(
 ) -> KLFit:
     """Minimises ``kl_objective`` over one coefficient vector, all leading axes pooled.
 
-    Started at the ridge least-squares solution, whitened by the ridge Gram, directions of
+    Started at the ridge least-squares solution, whitened by the Hessian there, directions of
     ``optax.lbfgs``.
 
     Args: as ``kl_objective``.
@@ -214,7 +214,7 @@ def minimise(
     """Minimises J over data that are given in parts.
 
     Args:
-      sums: normal equations of the same rows: the start and the whitening. With a head axis the
+      sums: normal equations of the same rows: the start. With a head axis the
         fit is per head.
       items: a list of stacked pytrees with a leading axis of microbatches, held in memory (one
         jitted loop); or any other re-iterable of items, gone through once an evaluation.
@@ -232,10 +232,9 @@ def minimise(
         raise ValueError(
             "the KL fit needs at least one active query and finite features and targets"
         )
-    unwhiten = whitening(sums, ridge, epsilon, num_problems)
     drive = _in_memory if isinstance(items, list) else _streamed
     settings = dict(block_of=block_of, epsilon=epsilon, ridge=ridge, max_steps=max_steps)
-    search, ls_value, at_zero = drive(items, start.coefficients, unwhiten, **settings)
+    search, ls_value, at_zero, unwhiten = drive(items, start.coefficients, **settings)
     norm = float(_norm(_to_omega_gradient(search.gradient, unwhiten)))
     ratio = norm / max(float(at_zero), float(jnp.finfo(search.value.dtype).tiny))
     coefficients = _from_whitened(search.point, unwhiten)
@@ -254,20 +253,46 @@ def minimise(
     )
 
 
-def whitening(sums: NormalEquations, ridge: float, epsilon: float, num_problems: int) -> jax.Array:
-    """``W (..., F, F)`` with omega = W z, by which J's Hessian is at most about the identity.
+def whitening(covariance: jax.Array, second: jax.Array, ridge: float) -> jax.Array:
+    """``W (..., F, F)`` with omega = W z, by which ``covariance + ridge I`` is the identity in z.
 
-    From the ridge Gram: a row of J has about num_problems / num_rows of the mass, so the Hessian
-    is below ``num_problems / (num_rows eps) X'X + ridge I``. Null directions are left finite.
+    ``second`` are the second moments that the covariance is the small remainder of: directions
+    below their rounding are left at that level, so that null directions stay finite.
     """
-    heads = sums.gram.shape[0] if sums.gram.ndim == 3 else 1
-    rows = jnp.maximum(sums.num_rows, jnp.ones_like(sums.num_rows))
-    weight = (num_problems / heads / epsilon / rows)[..., None, None]
-    unit = jnp.broadcast_to(jnp.eye(sums.gram.shape[-1], dtype=sums.gram.dtype), sums.gram.shape)
-    values, vectors = jnp.linalg.eigh(weight * sums.gram + ridge * unit)
+    unit = jnp.broadcast_to(jnp.eye(second.shape[-1], dtype=second.dtype), second.shape)
+    values, vectors = jnp.linalg.eigh(covariance + ridge * unit)
     info = jnp.finfo(values.dtype)
-    floor = info.eps * values.shape[-1] * values.max(-1, keepdims=True) + info.tiny
+    level = jnp.trace(second, axis1=-2, axis2=-1)[..., None] + ridge
+    floor = info.eps * values.shape[-1] * level + info.tiny
     return vectors / jnp.sqrt(jnp.maximum(values, floor))[..., None, :]
+
+
+def _item_hessian(w, item, block_of, epsilon):
+    """J's Hessian in omega without the ridge (paper, the KL Hessian), ``(F, F)`` or a head each.
+
+    ``(1 / eps) sum_j nu_j cov_j(x)``: the covariance of the features under column j of the plan.
+    With it the second moments of which it is the remainder.
+    """
+    block = block_of(item)
+    x, zero = block.features, jnp.zeros((), block.kernel.dtype)
+    plan = ctransform.closure_weights(block.kernel, LinearHead(w)(x) / epsilon, -2, zero)
+    nu = jnp.broadcast_to(block.nu, (*plan.shape[:-2], plan.shape[-1]))
+    exact = jax.lax.Precision.HIGHEST
+    mean = jnp.einsum("...nm,...nf->...mf", plan, x, precision=exact)
+    mass = jnp.einsum("...nm,...m->...n", plan, nu, precision=exact)
+    second = _gram(x, mass, w.ndim) / epsilon
+    return second - _gram(mean, nu, w.ndim) / epsilon, second
+
+
+def _gram(x: jax.Array, weights: jax.Array, ndim: int) -> jax.Array:
+    """``sum weights x x'`` over all rows, or, for coefficients of two axes, a head at a time."""
+    exact = jax.lax.Precision.HIGHEST
+    if ndim == 1:
+        rows, weights = x.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
+    else:
+        rows = jnp.moveaxis(x, -3, 0).reshape(x.shape[-3], -1, x.shape[-1])
+        weights = jnp.moveaxis(weights, -2, 0).reshape(x.shape[-3], -1, 1)
+    return jnp.einsum("...nf,...ng->...fg", weights * rows, rows, precision=exact)
 
 
 def _from_whitened(z, unwhiten):
@@ -299,12 +324,14 @@ def _item_value_and_grad(w, item, block_of, epsilon):
     return jax.value_and_grad(lambda w: _excess(w, block_of(item), epsilon))(w)
 
 
-def _search(evaluate, start, unwhiten, ridge, max_steps, loop):
+def _search(evaluate, hessian, start, ridge, max_steps, loop):
     """The search itself; ``evaluate(omega)`` sums value and gradient over the data.
 
-    ``loop(condition, body, search)`` runs it, in Python or as ``lax.while_loop``.
-    Returns ``(search, value at the start, gradient norm at omega = 0)``.
+    ``hessian(omega)`` sums what ``whitening`` takes; by it the first step is Newton's.
+    ``loop(condition, body, search)`` runs the search, in Python or as ``lax.while_loop``.
+    Returns ``(search, value at the start, gradient norm at omega = 0, whitening)``.
     """
+    unwhiten = whitening(*hessian(start), ridge)
 
     def full(w):
         value, gradient = evaluate(w)
@@ -328,49 +355,59 @@ def _search(evaluate, start, unwhiten, ridge, max_steps, loop):
         )
 
     search = loop(lambda search: search.reason == lbfgs.RUNNING, body, search)
-    return search, value, at_zero
+    return search, value, at_zero, unwhiten
 
 
 @functools.partial(jax.jit, static_argnames=("block_of", "epsilon", "ridge", "max_steps"))
-def _in_memory(groups, start, unwhiten, *, block_of, epsilon, ridge, max_steps):
+def _in_memory(groups, start, *, block_of, epsilon, ridge, max_steps):
     """One jitted while loop over scans of the microbatches of every group."""
 
-    def evaluate(w):
-        def add(total, item):
-            return jax.tree.map(
-                jnp.add, total, _item_value_and_grad(w, item, block_of, epsilon)
-            ), None
-
-        total = (jnp.zeros_like(w.sum()), jnp.zeros_like(w))
-        for group in groups:
-            total, _ = jax.lax.scan(add, total, group)
-        return total
-
-    return _search(evaluate, start, unwhiten, ridge, max_steps, jax.lax.while_loop)
-
-
-def _streamed(items, start, unwhiten, *, block_of, epsilon, ridge, max_steps):
-    """The same search driven from Python, one pass over re-iterable ``items`` an evaluation."""
-    one = jax.jit(lambda w, item: _item_value_and_grad(w, item, block_of, epsilon))
-
-    def evaluate(w):
-        total = None
-        for item in items:
-            part = one(w, item)
-            total = part if total is None else jax.tree.map(jnp.add, total, part)
-        if total is None:
-            raise ValueError(
-                "the KL fit was given no data on a later pass: batches must be "
-                "re-iterable, not a generator"
+    def over_items(function):
+        def of(w):
+            add = lambda total, item: (
+                jax.tree.map(jnp.add, total, function(w, item, block_of, epsilon)),
+                None,
             )
-        return total
+            one = jax.tree.map(lambda x: x[0], groups[0])
+            shapes = jax.eval_shape(lambda w: function(w, one, block_of, epsilon), w)
+            total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            for group in groups:
+                total, _ = jax.lax.scan(add, total, group)
+            return total
+
+        return of
+
+    evaluate, hessian = over_items(_item_value_and_grad), over_items(_item_hessian)
+    return _search(evaluate, hessian, start, ridge, max_steps, jax.lax.while_loop)
+
+
+def _streamed(items, start, *, block_of, epsilon, ridge, max_steps):
+    """The same search driven from Python, one pass over re-iterable ``items`` an evaluation."""
+
+    def over_items(function):
+        one = jax.jit(lambda w, item: function(w, item, block_of, epsilon))
+
+        def of(w):
+            total = None
+            for item in items:
+                part = one(w, item)
+                total = part if total is None else jax.tree.map(jnp.add, total, part)
+            if total is None:
+                raise ValueError(
+                    "the KL fit was given no data on a later pass: batches must be "
+                    "re-iterable, not a generator"
+                )
+            return total
+
+        return of
 
     def loop(condition, body, search):
         while bool(condition(search)):
             search = body(search)
         return search
 
-    return _search(evaluate, start, unwhiten, ridge, max_steps, loop)
+    evaluate, hessian = over_items(_item_value_and_grad), over_items(_item_hessian)
+    return _search(evaluate, hessian, start, ridge, max_steps, loop)
 
 
 _tell = jax.jit(lbfgs.tell, static_argnames="max_steps")
