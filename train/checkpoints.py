@@ -11,7 +11,7 @@ import pathlib
 import jax
 
 from train.extras import UserError, need
-from train.recipes import Recipe
+from train.recipe import Recipe
 from train.step import TrainState
 
 KEPT = 2

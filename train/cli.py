@@ -93,6 +93,9 @@ def _add_train(commands) -> None:
     sub.add_argument(
         "recipe", metavar="RECIPE", help=f"one of: {', '.join(sorted(recipes.RECIPES))}"
     )
+    sub.add_argument(
+        "--preset", choices=recipes.PRESETS, help="size (default: full where there is both)"
+    )
     _add_data_dir(sub)
     sub.add_argument("--run", dest="folder", metavar="DIR", help="default: runs/RECIPE-SEED")
     sub.add_argument("--seed", type=int, default=0, help="seed of the run (default: %(default)s)")
@@ -110,7 +113,7 @@ def _add_train(commands) -> None:
         help="side of a patch in pixels (default: the recipe's)",
     )
     sub.add_argument("--epochs", type=int, help="epochs (default: the recipe's)")
-    sub.add_argument("--batch-size", type=int, help="images a step (default: the recipe's)")
+    sub.add_argument("--batch-size", type=int, help="examples a step (default: the recipe's)")
     sub.add_argument("--learning-rate", type=float, help="Adam's (default: the recipe's)")
 
 
@@ -312,15 +315,14 @@ def _demo(options) -> None:
 
 def _recipes(options) -> None:
     screen = progress.console()
-    for name in sorted(recipes.RECIPES):
-        recipe = recipes.RECIPES[name]
-        screen.print(f"[bold]{name}[/bold]: {recipe.summary}")
+    for recipe in recipes.listed():
+        screen.print(f"[bold]{recipe.name} ({recipe.preset})[/bold]: {recipe.summary}")
         screen.print(f"  cost: {recipe.cost}", markup=False)
         screen.print(f"  expected test accuracy: {recipe.expected}", markup=False)
 
 
 def _train(options) -> None:
-    recipe = recipes.find(options.recipe)
+    recipe = recipes.find(options.recipe, options.preset)
     given = {
         name: value
         for name in ("attention", "epochs", "batch_size", "learning_rate")
@@ -328,22 +330,24 @@ def _train(options) -> None:
     }
     if options.num_steps is not None:
         given["spec"] = dataclasses.replace(recipe.spec, num_steps=options.num_steps)
+    if options.patch_size is not None and recipe.tokens is not None:
+        raise UserError(f"recipe {recipe.name!r} reads texts: --patch-size is for image recipes")
     if options.patch_size is not None:
         given["model"] = dataclasses.replace(recipe.model, patch_size=options.patch_size)
     recipe = dataclasses.replace(recipe, **given)
     folder = runs.folder(recipe.name, options.seed, options.folder)
-    split = teacher.load_data(recipe, options.data_dir)
+    split = teacher.load_data(recipe, options.data_dir, folder)
     teacher.announce(split)
     trained = teacher.train(recipe, split.train, folder, seed=options.seed, resume=options.resume)
     score = teacher.test_accuracy(trained, split.test)
-    print(f"test accuracy {score:.3f} on {len(split.test)} images")
+    print(f"test accuracy {score:.3f} on {len(split.test)} {split.test.unit}")
     if recipe.attention == "sinkhorn":
         print(f"next: python -m train compile {folder}")
 
 
 def _compile(options) -> None:
     trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir)
+    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
     teacher.announce(split)
     fit = _fit_options(options, trained)
     result = compiling.compile_teacher(trained, split.train, fit, num_images=options.images)
@@ -355,7 +359,7 @@ def _compile(options) -> None:
 
 def _ablate(options) -> None:
     trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir)
+    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
     teacher.announce(split)
     table, lines = ablations.run(trained, split, rounds=options.rounds)
     table.print(progress.console())
@@ -367,7 +371,7 @@ def _ablate(options) -> None:
 
 def _refresh(options) -> None:
     trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir)
+    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
     teacher.announce(split)
     fit = aj.Options(
         seed=trained.seed,
@@ -400,7 +404,7 @@ def _bench(options) -> None:
 
 def _evaluate(options) -> None:
     trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir)
+    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
     teacher.announce(split)
     path = pathlib.Path(options.artefact or options.folder / runs.ARTEFACT)
     if options.artefact and not path.exists():

@@ -1,4 +1,4 @@
-"""Compiles a trained teacher on unlabeled training images."""
+"""Compiles a trained teacher on unlabeled training examples."""
 
 from collections.abc import Iterator
 
@@ -17,10 +17,10 @@ BATCH_SIZE = 64
 def calibration_batches(
     teacher: Teacher, examples: Examples, num_images: int = NUM_IMAGES
 ) -> Iterator[np.ndarray]:
-    """Normalised images ``(batch, height, width, channels)`` drawn without their labels.
+    """Inputs of the model ``(batch, ...)``, drawn without their labels.
 
     Args:
-      teacher: gives the normalisation and the seed of the draw.
+      teacher: gives the preparation and the seed of the draw.
       examples: the training split.
       num_images: how many to draw, at most all; whole batches only.
     """
@@ -28,8 +28,7 @@ def calibration_batches(
     size = min(BATCH_SIZE, max(count // 5, 1))
     chosen = np.random.default_rng(teacher.seed).permutation(len(examples))[:count]
     for start in range(0, count - size + 1, size):
-        images = examples.images[chosen[start : start + size]]
-        yield teacher.recipe.pixels.normalise(images)
+        yield teacher.recipe.inputs.prepare(examples.take(chosen[start : start + size]))
 
 
 def compile_teacher(
@@ -45,7 +44,7 @@ def compile_teacher(
       teacher: a trained one.
       examples: the training split; labels are not looked at.
       options: how to fit; by default the paper's ASAP-LS with the teacher's seed.
-      num_images: calibration images; a share of the batches is held out for the report.
+      num_images: calibration examples; a share of the batches is held out for the report.
 
     Returns:
       What ``aj.linen.compile`` returns: ``.variables`` and ``.report``.

@@ -1,4 +1,4 @@
-"""Image sets in TFDS form, read without TensorFlow and held in memory.
+"""Data sets in TFDS form, read without TensorFlow and held in memory; image sets as batches.
 
 A batch is a pure function of the seed and the step, so a resumed run sees what an uninterrupted
 one would have seen.
@@ -12,6 +12,7 @@ import pathlib
 
 import numpy as np
 
+from train import resizing
 from train.extras import UserError, need
 
 PACKAGED = pathlib.Path(__file__).parent / "packaged_data"
@@ -31,6 +32,7 @@ class Examples:
     images: np.ndarray
     labels: np.ndarray
     class_names: tuple[str, ...]
+    unit = "images"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,12 +50,30 @@ class Pixels:
       mean, std: per channel, of pixels scaled to 0..1.
       shift: training images are moved by up to this many pixels each way, edges repeated.
       flip: training images are mirrored left to right half of the time.
+      crop: training images are a random part of the image, resized (the papers' Cats and Dogs).
+      size: height and width that images of other sizes are resized to; None for sets whose images
+        share one size.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     shift: int = 0
     flip: bool = False
+    crop: bool = False
+    size: tuple[int, int] | None = None
+
+    @property
+    def dtype(self) -> type:
+        """Dtype of the model's input."""
+        return np.float32
+
+    def prepare(self, examples: Examples) -> np.ndarray:
+        """The model's inputs: all images of ``examples``, normalised."""
+        return self.normalise(examples.images)
+
+    def training(self, examples: Examples, rng: np.random.Generator) -> np.ndarray:
+        """As ``prepare``, changed at random as training images are."""
+        return self.normalise(self.augment(examples.images, rng))
 
     def normalise(self, images: np.ndarray) -> np.ndarray:
         """Float32 images of mean about 0 and spread about 1, from uint8 of the same shape."""
@@ -64,6 +84,8 @@ class Pixels:
     def augment(self, images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Moves and mirrors uint8 images ``(batch, height, width, channels)`` at random."""
         count, height, width, _ = images.shape
+        if self.crop:
+            images = np.stack([resizing.random_crop(image, rng) for image in images])
         if self.flip:
             mirrored = rng.random((count, 1, 1, 1)) < 0.5
             images = np.where(mirrored, images[:, :, ::-1], images)
@@ -86,11 +108,22 @@ class Batches:
     An epoch is a fresh permutation; what is left over after whole batches is dropped.
     """
 
-    def __init__(self, examples: Examples, pixels: Pixels, batch_size: int, seed: int):
+    def __init__(self, examples, inputs, batch_size: int, seed: int):
+        """Batches of one split.
+
+        Args:
+          examples: ``Examples`` or ``train.text.Texts``.
+          inputs: ``Pixels`` or ``train.text.Tokens``, how an example becomes an input.
+          batch_size: examples a batch.
+          seed: fixes order and augmentation.
+
+        Raises:
+          ValueError: the batch size is not in 1..examples.
+        """
         if not 1 <= batch_size <= len(examples):
             raise ValueError(f"batch_size {batch_size} must be in 1..{len(examples)} (examples)")
         self.examples = examples
-        self.pixels = pixels
+        self.inputs = inputs
         self.batch_size = batch_size
         self.seed = seed
         self.steps_per_epoch = len(examples) // batch_size
@@ -103,15 +136,15 @@ class Batches:
         """Batch of a step, counted from 0 over all epochs.
 
         Returns:
-          ``(images, labels)``: normalised float32 ``(batch, height, width, channels)`` and int32
-          ``(batch,)``.
+          ``(inputs, labels)``: normalised float32 images ``(batch, height, width, channels)`` or
+          int32 tokens ``(batch, length)``, and int32 ``(batch,)``.
         """
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.batch_size
         chosen = self._order(epoch)[start : start + self.batch_size]
         rng = np.random.default_rng([self.seed, epoch, index])
-        images = self.pixels.augment(self.examples.images[chosen], rng)
-        return self.pixels.normalise(images), self.examples.labels[chosen]
+        examples = self.examples.take(chosen)
+        return self.inputs.training(examples, rng), examples.labels
 
 
 def resolve(data_dir: str | os.PathLike | None, *, packaged: bool = False) -> pathlib.Path:
@@ -160,8 +193,8 @@ def builder(name: str, data_dir: str | os.PathLike):
     return found
 
 
-def load(name: str, split: str, data_dir: str | os.PathLike) -> Examples:
-    """Reads one split of an image set whose images share one size into memory.
+def read(name: str, split: str, data_dir: str | os.PathLike) -> tuple[list[dict], tuple[str, ...]]:
+    """All examples of one split as TFDS gives them, and the names of the classes.
 
     Args:
       name: name in the TFDS catalogue.
@@ -181,11 +214,29 @@ def load(name: str, split: str, data_dir: str | os.PathLike) -> Examples:
     with _quiet():
         source = found.as_data_source(split)
         examples = [source[index] for index in range(len(source))]
-    names = found.info.features["label"].names
+    return examples, tuple(found.info.features["label"].names)
+
+
+def load(
+    name: str, split: str, data_dir: str | os.PathLike, size: tuple[int, int] | None = None
+) -> Examples:
+    """Reads one split of an image set into memory.
+
+    Args:
+      name: name in the TFDS catalogue.
+      split: a TFDS split, such as ``"train"`` or ``"test[:100]"``.
+      data_dir: TFDS folder.
+      size: height and width to resize to; None where all images share one size.
+
+    Raises:
+      UserError: the set or the split is not there.
+    """
+    examples, names = read(name, split, data_dir)
+    images = [example["image"] for example in examples]
     return Examples(
-        images=np.stack([example["image"] for example in examples]),
+        images=np.stack(images if size is None else [resizing.resize(x, size) for x in images]),
         labels=np.array([example["label"] for example in examples], np.int32),
-        class_names=tuple(names),
+        class_names=names,
     )
 
 

@@ -30,7 +30,7 @@ def capture(teacher: Operator, images: np.ndarray) -> dict:
 
     Args:
       teacher: a row whose model uses ``aj.linen.SinkhornAttention``.
-      images: normalised ``(batch, height, width, channels)``.
+      images: inputs of the model, ``(batch, ...)``.
 
     Returns:
       From a tuple of names to a record with ``query``, ``key``, ``value``, ``bias``, ``mask`` in
@@ -139,7 +139,7 @@ def measure(
     rows = operators.swaps(recipe, variables, budgets)
     rows += operators.compiled(recipe, compiled) if compiled is not None else []
     rows += [*more, teacher]
-    images = recipe.pixels.normalise(test.images)
+    images = recipe.inputs.prepare(test)
     batch = images[:BATCH_SIZE]
     num_batches = -(-len(images) // BATCH_SIZE)
     applies = {row.name: jax.jit(row.model.apply) for row in rows}
@@ -174,10 +174,10 @@ def measure(
             for row in rows
         ),
         facts={
-            "data": f"{recipe.dataset}, {len(test)} test images, none of them used to fit",
+            "data": f"{recipe.dataset}, {len(test)} test {test.unit}, none of them used to fit",
             "attention columns": f"means over {cases} cases (a test batch of up to "
             f"{BATCH_SIZE} at a layer)",
-            "time": f"whole model, {len(batch)} images, median of {rounds} interleaved calls",
+            "time": f"whole model, {len(batch)} {test.unit}, median of {rounds} interleaved calls",
             **machine.facts(),
         },
     )

@@ -69,7 +69,7 @@ def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -
       variables: the teacher's.
       budgets: numbers of Sinkhorn steps.
     """
-    rows = [_plain("softmax swap", recipe, variables, lambda: aj.softmax_attention)]
+    rows = [_plain("softmax swap", recipe, variables, lambda layer: aj.softmax_attention)]
     for steps in budgets:
         spec = dataclasses.replace(recipe.spec, num_steps=steps)
         rows.append(_sinkhorn(f"Sinkhorn S={steps}", recipe, variables, spec))
@@ -108,7 +108,7 @@ def _plain(name, recipe, variables, factory) -> Operator:
     params = {"params": variables["params"]}
 
     def attend(state, *inputs):
-        return factory()(*inputs, return_weights=True)
+        return factory(0)(*inputs, return_weights=True)
 
     return Operator(name, models.build(recipe, factory), params, attend)
 

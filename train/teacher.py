@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import pathlib
@@ -13,12 +12,12 @@ import time
 import jax
 import numpy as np
 
-from train import data, models, progress, runs
+from train import data, models, progress, runs, text
 from train import step as steps
 from train.checkpoints import Checkpoints
 from train.data import Batches, Examples
 from train.extras import UserError
-from train.recipes import Recipe, differences
+from train.recipe import Recipe, differences
 
 LOG_EVERY = 20
 
@@ -32,8 +31,8 @@ class Split:
       data_dir: TFDS folder.
     """
 
-    train: Examples
-    test: Examples
+    train: Examples | text.Texts
+    test: Examples | text.Texts
     data_dir: pathlib.Path
 
 
@@ -54,22 +53,37 @@ class Teacher:
     variables: dict
 
 
-def load_data(recipe: Recipe, data_dir: str | os.PathLike | None = None) -> Split:
+def load_data(
+    recipe: Recipe,
+    data_dir: str | os.PathLike | None = None,
+    run: str | os.PathLike | None = None,
+) -> Split:
     """Reads both splits of the recipe's data set.
 
+    Args:
+      recipe: says which set.
+      data_dir: TFDS folder.
+      run: run folder, which keeps the tokenizer of a text recipe; None keeps it nowhere.
+
     Raises:
-      UserError: the set is not there.
+      UserError: the set is not there; the stored tokenizer does not fit.
     """
     found = data.resolve(data_dir, packaged=recipe.packaged)
-    read = functools.partial(data.load, recipe.dataset, data_dir=found)
-    return Split(train=read(split="train"), test=read(split="test"), data_dir=found)
+    names = dict(zip(("train", "test"), recipe.splits, strict=True))
+    if recipe.tokens is None:
+        size = recipe.pixels.size
+        splits = {key: data.load(recipe.dataset, name, found, size) for key, name in names.items()}
+    else:
+        sources = {key: data.read(recipe.dataset, name, found) for key, name in names.items()}
+        splits = text.load(recipe.tokens, sources, run)
+    return Split(**splits, data_dir=found)
 
 
 def announce(split: Split) -> None:
     """Prints what was read and from where, so that nobody takes a small copy for the whole."""
     progress.console().print(
-        f"read {len(split.train):,} training and {len(split.test):,} test images from "
-        f"{split.data_dir}",
+        f"read {len(split.train):,} training and {len(split.test):,} test "
+        f"{split.test.unit} from {split.data_dir}",
         markup=False,
     )
 
@@ -103,12 +117,12 @@ def train(
         seed; the loss is not finite; the run was interrupted (Ctrl-C; it is saved first).
     """
     model = models.build(recipe)
-    batches = Batches(examples, recipe.pixels, recipe.batch_size, seed)
+    batches = Batches(examples, recipe.inputs, recipe.batch_size, seed)
     epoch_steps = batches.steps_per_epoch
     tx = steps.optimizer(recipe, epoch_steps)
-    state = steps.create(model, tx, batches.at(0)[0][:1], seed)
-    take_step = steps.jitted_step(model, tx)
+    state = steps.create(model, tx, recipe.example_inputs(), seed)
     total = recipe.epochs * epoch_steps
+    take_step = steps.jitted_step(models.training(recipe, total), tx, accumulate=recipe.accumulate)
     last = total if stop_after is None else min(stop_after, total)
     with Checkpoints(run) as checkpoints, _stop_on_interrupt() as interrupted:
         start = _start(checkpoints, recipe, seed, run, resume)
@@ -150,19 +164,19 @@ def load(run: str | os.PathLike) -> Teacher:
         about = checkpoints.about()
         recipe = about.recipe
         model, tx = models.build(recipe), steps.optimizer(recipe, 1)
-        images = np.zeros((1, *recipe.image_shape), np.float32)
-        shapes = jax.eval_shape(lambda: steps.create(model, tx, images, 0))
+        inputs = recipe.example_inputs()
+        shapes = jax.eval_shape(lambda: steps.create(model, tx, inputs, 0))
         state = checkpoints.restore(shapes)
     return Teacher(recipe, about.seed, about.step, {"params": state.params})
 
 
 def predict(apply, variables: dict, images: np.ndarray, *, batch_size: int = 100) -> np.ndarray:
-    """Logits of normalised images, batch by batch.
+    """Logits of a model's inputs, batch by batch.
 
     Args:
       apply: ``apply(variables, images)``, the jitted ``apply`` of a linen module.
       variables: the module's; with the ``"asap"`` collection the compiled operator runs.
-      images: ``(examples, height, width, channels)``.
+      images: inputs of the model, ``(examples, ...)``.
       batch_size: images a call.
 
     Returns:
@@ -177,7 +191,7 @@ def predict(apply, variables: dict, images: np.ndarray, *, batch_size: int = 100
 
 def test_accuracy(teacher: Teacher, examples: Examples) -> float:
     """Share of the examples that the teacher classifies rightly."""
-    images = teacher.recipe.pixels.normalise(examples.images)
+    images = teacher.recipe.inputs.prepare(examples)
     apply = jax.jit(models.build(teacher.recipe).apply)
     return accuracy(predict(apply, teacher.variables, images), examples.labels)
 

@@ -43,8 +43,8 @@ def test_no_command_is_an_error_that_lists_them(capsys):
 def test_recipes_are_listed_with_cost_and_expected_accuracy(capsys):
     assert cli.main(["recipes"]) == 0
     text = capsys.readouterr().out
-    for recipe in recipes.RECIPES.values():
-        assert f"{recipe.name}: {recipe.summary}" in text
+    for recipe in recipes.listed():
+        assert f"{recipe.name} ({recipe.preset}): {recipe.summary}" in text
         assert recipe.cost in text
         assert recipe.expected in text
 

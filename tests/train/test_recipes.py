@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import numpy as np
 import pytest
 
 from train import models, recipes
@@ -34,7 +33,7 @@ def test_a_recipe_says_what_it_costs_and_gives(name):
 def test_a_recipe_builds_a_model_for_its_images(name):
     recipe = recipes.find(name)
     model = models.build(recipe)
-    images = np.zeros((2, *recipe.image_shape), np.float32)
+    images = recipe.example_inputs(2)
     logits = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), images)[0])
     assert logits.shape == (2, recipe.num_classes)
 

@@ -26,7 +26,7 @@ def test_a_few_true_steps_lower_the_loss(tiny, examples):
     model, tx = models.build(tiny), steps.optimizer(tiny, 1000)
     images, labels = Batches(examples, tiny.pixels, 20, seed=0).at(0)
     state = steps.create(model, tx, images, seed=0)
-    take_step = steps.jitted_step(model, tx)
+    take_step = steps.jitted_step(lambda step: model, tx)
     losses = []
     for _ in range(8):
         state, metrics = take_step(state, images, labels)
@@ -40,9 +40,11 @@ def test_the_step_averages_over_a_mapped_axis(minute, examples):
     model, tx = models.build(minute), steps.optimizer(minute, 1000)
     images, labels = Batches(examples, minute.pixels, 20, seed=0).at(0)
     state = steps.create(model, tx, images, seed=0)
-    whole, metrics = steps.train_step(state, images, labels, model=model, tx=tx)
+    whole, metrics = steps.train_step(state, images, labels, model_at=lambda step: model, tx=tx)
     halves = jax.vmap(
-        lambda x, y: steps.train_step(state, x, y, model=model, tx=tx, axis_name="batch"),
+        lambda x, y: steps.train_step(
+            state, x, y, model_at=lambda step: model, tx=tx, axis_name="batch"
+        ),
         axis_name="batch",
     )(images.reshape(2, 10, 28, 28, 1), labels.reshape(2, 10))
     np.testing.assert_allclose(halves[1]["loss"], np.full(2, metrics["loss"]), rtol=1e-5)

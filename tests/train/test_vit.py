@@ -15,9 +15,9 @@ from train.models.vit import Block, VisionTransformer, patches
 
 def factories():
     return {
-        "softmax": lambda: aj.softmax_attention,
-        "S=1": lambda: aj.linen.SinkhornAttention(aj.SinkhornSpec(num_steps=1)),
-        "S=10": lambda: aj.linen.SinkhornAttention(aj.SinkhornSpec(num_steps=10)),
+        "softmax": lambda layer: aj.softmax_attention,
+        "S=1": lambda layer: aj.linen.SinkhornAttention(aj.SinkhornSpec(num_steps=1)),
+        "S=10": lambda layer: aj.linen.SinkhornAttention(aj.SinkhornSpec(num_steps=10)),
     }
 
 
@@ -67,7 +67,7 @@ def test_head_width_is_free_of_the_model_width(images):
         num_heads=2,
         head_dim=64,
         mlp_dim=8,
-        attention=lambda: aj.softmax_attention,
+        attention=lambda layer: aj.softmax_attention,
     )
     params = model.init(jax.random.key(0), images)["params"]
     attention = params["block_0"]["attention"]
@@ -78,7 +78,7 @@ def test_head_width_is_free_of_the_model_width(images):
 
 
 def test_without_feed_forward_a_block_is_attention_and_residual_only(rng):
-    block = Block(num_heads=1, head_dim=8, mlp_dim=0, attention=lambda: aj.softmax_attention)
+    block = Block(num_heads=1, head_dim=8, mlp_dim=0, attention=lambda layer: aj.softmax_attention)
     x = rng.normal(size=(2, 5, 8)).astype(np.float32)
     params = block.init(jax.random.key(0), x)["params"]
     assert set(params) == {"attention", "attention_norm"}
@@ -87,7 +87,7 @@ def test_without_feed_forward_a_block_is_attention_and_residual_only(rng):
 
 
 def test_blocks_normalise_first_and_use_the_exact_gelu(rng):
-    block = Block(num_heads=1, head_dim=4, mlp_dim=6, attention=lambda: aj.softmax_attention)
+    block = Block(num_heads=1, head_dim=4, mlp_dim=6, attention=lambda layer: aj.softmax_attention)
     x = rng.normal(size=(1, 3, 4)).astype(np.float32)
     params = block.init(jax.random.key(1), x)["params"]
     params["attention"]["out"]["kernel"] = jnp.zeros_like(params["attention"]["out"]["kernel"])

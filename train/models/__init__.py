@@ -1,29 +1,61 @@
 """Models of the paper's experiments, built on Flax's stock attention."""
 
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
 import asap_jax as aj
+from train.models.text import TextEncoder
 from train.models.vit import AttentionFactory, VisionTransformer
+
+ESP_SCHEDULES = {"esp": "init", "esp_annealed": "sharp"}
+"""Family: name of the schedule of SoftSort's temperature while training."""
 
 
 def attention(family: str, spec: aj.SinkhornSpec) -> AttentionFactory:
-    """What builds one layer's attention weights.
+    """What builds one layer's attention weights, as they are at evaluation.
 
     Args:
-      family: ``"sinkhorn"`` (a module that records and can be compiled) or ``"softmax"``.
-      spec: the Sinkhorn convention; unused by softmax.
+      family: ``"sinkhorn"`` (a module that records and can be compiled), ``"softmax"``,
+        ``"diff"``, ``"esp"`` or ``"esp_annealed"`` (both sort exactly).
+      spec: the Sinkhorn convention; of it ESP uses the meaning of masks.
     """
-    if family == "softmax":
-        return lambda: aj.softmax_attention
-    return lambda: aj.linen.SinkhornAttention(spec)
+    if family in ESP_SCHEDULES:
+        return lambda layer: aj.linen.EspAttention(mode="hard", padding=spec.padding)
+    return {
+        "softmax": lambda layer: aj.softmax_attention,
+        "sinkhorn": lambda layer: aj.linen.SinkhornAttention(spec),
+        "diff": lambda layer: aj.linen.DiffAttention(depth=layer),
+    }[family]
 
 
-def build(recipe, factory: AttentionFactory | None = None) -> VisionTransformer:
+def build(recipe, factory: AttentionFactory | None = None) -> VisionTransformer | TextEncoder:
     """The model of a recipe, with its own attention or with that of ``factory``.
 
     Args:
-      recipe: a ``train.recipes.Recipe``.
+      recipe: a ``train.recipe.Recipe``.
       factory: replaces the recipe's attention; the parameter tree stays the same.
     """
+    factory = factory or attention(recipe.attention, recipe.spec)
+    dtype = jnp.dtype(recipe.compute_dtype)
     sizes = recipe.model
+    if recipe.tokens is not None:
+        return TextEncoder(
+            num_classes=recipe.num_classes,
+            vocab_size=recipe.tokens.vocab_size,
+            width=sizes.width,
+            depth=sizes.depth,
+            num_heads=sizes.num_heads,
+            mlp_dim=sizes.mlp_dim,
+            attention=factory,
+            dropout=sizes.dropout,
+            embedding_stddev=sizes.embedding_stddev,
+            random_positions=sizes.random_positions,
+            double_softmax=sizes.double_softmax,
+            pool_pads=sizes.pool_pads,
+            dtype=dtype,
+        )
     return VisionTransformer(
         num_classes=recipe.num_classes,
         patch_size=sizes.patch_size,
@@ -32,6 +64,31 @@ def build(recipe, factory: AttentionFactory | None = None) -> VisionTransformer:
         num_heads=sizes.num_heads,
         head_dim=sizes.head_dim,
         mlp_dim=sizes.mlp_dim,
+        attention=factory,
         position_stddev=sizes.position_stddev,
-        attention=factory or attention(recipe.attention, recipe.spec),
+        dropout=sizes.dropout,
+        dtype=dtype,
     )
+
+
+def training(recipe, num_steps: int) -> Callable[[jax.Array], VisionTransformer | TextEncoder]:
+    """From a training step, possibly traced, to the model at that step.
+
+    Only ESP changes as it trains: it sorts softly, at a constant or an annealed temperature.
+
+    Args:
+      recipe: a ``train.recipe.Recipe``.
+      num_steps: steps of the whole run, over which the temperature is annealed.
+    """
+    if recipe.attention not in ESP_SCHEDULES:
+        model = build(recipe)
+        return lambda step: model
+    name = ESP_SCHEDULES[recipe.attention]
+    schedule = aj.esp_temperature_schedule(name, num_steps=num_steps)
+    padding = recipe.spec.padding
+
+    def at(step):
+        soft = lambda layer: aj.linen.EspAttention(temperature=schedule(step), padding=padding)
+        return build(recipe, soft)
+
+    return at

@@ -6,12 +6,14 @@ softmax, Sinkhorn and every replacement, so one set of parameters serves them al
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-AttentionFactory = Callable[[], Callable[..., jax.Array]]
+AttentionFactory = Callable[[int], Callable[..., jax.Array]]
+"""From the index of a layer, counted from 0, to that layer's own ``attention_fn``."""
 
 
 def patches(images: jax.Array, patch_size: int) -> jax.Array:
@@ -47,30 +49,39 @@ class Block(nn.Module):
       mlp_dim: hidden width of the feed-forward part; 0 leaves it out (the paper's MNIST layer).
       attention: builds this layer's own ``attention_fn``.  It is a factory because a module that
         records or holds compiled state must not be shared by two layers.
+      layer: index from 0, given to ``attention``.
+      dropout: rate on the output of both parts.
+      dtype: of the computation; parameters are float32.
     """
 
     num_heads: int
     head_dim: int
     mlp_dim: int
     attention: AttentionFactory
+    layer: int = 0
+    dropout: float = 0.0
+    dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
         """Maps ``(..., tokens, width)`` to the same shape."""
         width = x.shape[-1]
+        drop = nn.Dropout(self.dropout, deterministic=deterministic)
+        norm = lambda name: nn.LayerNorm(epsilon=1e-5, dtype=self.dtype, name=name)
+        dense = lambda size, name: nn.Dense(size, dtype=self.dtype, name=name)
         attention = nn.MultiHeadDotProductAttention(
             num_heads=self.num_heads,
             qkv_features=self.num_heads * self.head_dim,
             out_features=width,
-            attention_fn=self.attention(),
+            attention_fn=self.attention(self.layer),
+            dtype=self.dtype,
             name="attention",
         )
-        x = x + attention(nn.LayerNorm(epsilon=1e-5, name="attention_norm")(x))
+        x = x + drop(attention(norm("attention_norm")(x)))
         if self.mlp_dim:
-            hidden = nn.LayerNorm(epsilon=1e-5, name="mlp_norm")(x)
-            hidden = nn.Dense(self.mlp_dim, name="mlp_in")(hidden)
+            hidden = dense(self.mlp_dim, "mlp_in")(norm("mlp_norm")(x))
             hidden = nn.gelu(hidden, approximate=False)
-            x = x + nn.Dense(width, name="mlp_out")(hidden)
+            x = x + drop(dense(width, "mlp_out")(hidden))
         return x
 
 
@@ -85,9 +96,11 @@ class VisionTransformer(nn.Module):
       num_heads: heads per block.
       head_dim: width of a head.
       mlp_dim: hidden width of the feed-forward part, 0 for none.
-      attention: builds one ``attention_fn`` per block, for example
-        ``lambda: aj.linen.SinkhornAttention(spec)`` or ``lambda: aj.softmax_attention``.
+      attention: builds one ``attention_fn`` per block from its index, for example
+        ``lambda layer: aj.linen.SinkhornAttention(spec)``.
       position_stddev: standard deviation of the positions and the class token at the start.
+      dropout: rate on the output of every part of a block.
+      dtype: of the computation; parameters and logits are float32.
     """
 
     num_classes: int
@@ -99,27 +112,37 @@ class VisionTransformer(nn.Module):
     mlp_dim: int
     attention: AttentionFactory
     position_stddev: float = 0.02
+    dropout: float = 0.0
+    dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, images: jax.Array) -> jax.Array:
+    def __call__(self, images: jax.Array, deterministic: bool = True) -> jax.Array:
         """Logits ``(batch, classes)`` of normalised images ``(batch, height, width, channels)``.
+
+        Args:
+          images: float32.
+          deterministic: no dropout; otherwise the random stream ``"dropout"`` is needed.
 
         Raises:
           ValueError: the patch size does not divide the image.
         """
         start = nn.initializers.normal(self.position_stddev)
-        tokens = nn.Dense(self.width, name="patch_embedding")(patches(images, self.patch_size))
+        cut = patches(images, self.patch_size)
+        tokens = nn.Dense(self.width, dtype=self.dtype, name="patch_embedding")(cut)
         batch, count, width = tokens.shape
         cls = jnp.broadcast_to(self.param("cls", start, (1, 1, width)), (batch, 1, width))
         positions = self.param("positions", start, (1, count + 1, width))
-        x = jnp.concatenate([cls, tokens], axis=1) + positions
+        x = (jnp.concatenate([cls, tokens], axis=1) + positions).astype(self.dtype)
         for layer in range(self.depth):
             x = Block(
                 self.num_heads,
                 self.head_dim,
                 self.mlp_dim,
                 self.attention,
+                layer,
+                self.dropout,
+                self.dtype,
                 name=f"block_{layer}",
-            )(x)
+            )(x, deterministic)
         x = nn.LayerNorm(epsilon=1e-5, name="norm")(x[:, 0])
         return nn.Dense(self.num_classes, name="classifier")(x)
