@@ -2,6 +2,8 @@
 #
 #   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
 #   make test   run the whole test suite in two processes (PYTEST_ARGS="-k masks" for other options)
+#   make bench  measure speed and memory and write the tables in docs/bench (15 minutes)
+#   make gpu    check and measure on an accelerator, with whatever Python already has JAX
 #   make lint   check style and formatting
 #   make clean  remove the virtual environment
 
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test bench gpu lint clean
 .NOTPARALLEL:
 
 help:
@@ -24,6 +26,15 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m train bench layer --out docs/bench
+	$(BIN)/python -m train bench teacher --out docs/bench
+	$(BIN)/python -m train bench memory --out docs/bench
+
+# No virtual environment: a machine with an accelerator brings its own JAX.
+gpu:
+	$(PYTHON) -m train.bench.gpu --out docs/bench
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import chex
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 import asap_jax as aj
 from train import cli
-from train.bench import esp_resources, layer, memory
+from train.bench import esp_resources, gpu, layer, memory
 from train.bench import teacher as peers
 
 
@@ -92,3 +93,24 @@ def test_an_unknown_benchmark_lists_the_known(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "nothing"])
     assert "esp-resources" in capsys.readouterr().err
+
+
+def test_the_accelerator_script_checks_every_path(tmp_path, monkeypatch, capsys):
+    for check in gpu.checks(length=16, heads=2, width=8):
+        assert check.weights_error < 5e-6, check
+        assert check.column_error < 1e-5, check
+    monkeypatch.setattr(gpu, "checks", lambda: [gpu.Check("scaling", "default", 1e-6, 1e-7)])
+    given = ["gpu", "--out", str(tmp_path), "--lengths", "4", "--minutes", "0"]
+    monkeypatch.setattr(sys, "argv", given)
+    gpu.main()
+    assert "not run, 0.0 minutes are over" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "gpu.json").read_text())
+    assert "weights within 1.0e-06" in stored["facts"]["checks"]
+
+
+def test_projected_attention_is_attention_between_projections():
+    function = lambda q, k, v: q + 2 * k + 3 * v
+    x = jax.random.normal(jax.random.key(2), (1, 3, gpu.WIDTH))
+    attend = gpu.projected(function, (1, 3, 2, 4))
+    assert attend(x).shape == (1, 3, gpu.WIDTH)
+    chex.assert_trees_all_close(attend(2 * x), 2 * attend(x), rtol=1e-4, atol=1e-4)

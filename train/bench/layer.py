@@ -102,38 +102,42 @@ def methods(head_dim: int) -> dict[str, Callable]:
 
 def measure(
     shape_name: str,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     rows: dict[str, Callable],
     *,
     rounds: int,
     limit_gib: float = LIMIT_GIB,
     gradient: bool = False,
+    num_inputs: int = 3,
     foreign: Mapping[str, Callable[[], object]] | None = None,
 ) -> list[Row]:
     """Compiles and times all rows at one shape, interleaved.
 
     Args:
       shape_name: for the table.
-      shape: batch, length, heads, head_dim.
+      shape: of every input: batch, length, heads, head_dim.
       rows: names and functions.
       rounds: timed calls of each.
       limit_gib: rows that need more are not run.
       gradient: time value and gradient of a scalar of the output instead.
+      num_inputs: Gaussian arrays of that shape that each function takes.
       foreign: calls outside JAX to time beside them; their memory is not known.
     """
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     done, calls = {}, {}
-    qkv = [jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 3)]
+    inputs = [
+        jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), num_inputs)
+    ]
     for name, function in rows.items():
         if gradient:
             loss = lambda *x, f=function: jnp.sum(jnp.sin(f(*x)))
-            function = jax.value_and_grad(loss, argnums=(0, 1, 2))
-        seconds, program = timing.compiled(function, like, like, like)
+            function = jax.value_and_grad(loss, argnums=tuple(range(num_inputs)))
+        seconds, program = timing.compiled(function, *[like] * num_inputs)
         analysis = program.memory_analysis()
         needed = (analysis.temp_size_in_bytes + 4 * analysis.output_size_in_bytes) / GIB
         done[name] = (needed, seconds)
         if needed <= limit_gib:
-            calls[name] = functools.partial(program, *qkv)
+            calls[name] = functools.partial(program, *inputs)
     for name, call in (foreign or {}).items():
         done[name], calls[name] = (math.nan, math.nan), call
     times = timing.interleaved(calls, rounds=rounds) if calls else {}

@@ -1,0 +1,131 @@
+"""One script for an accelerator: is every path right there, and how fast is it.
+
+Needs JAX, Flax, optax and chex only, and downloads nothing: ``make gpu``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import asap_jax as aj
+from train import machine
+from train.bench import layer
+
+SWEEP = (128, 500, 1000, 2000, 4000)
+FUSED = (512, 2048, 4096)
+WIDTH = 1024
+IMPLEMENTATIONS = ("scaling", "streaming", "log")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Largest error of one path against float64 NumPy, and of the closed column sums."""
+
+    name: str
+    precision: str
+    weights_error: float
+    column_error: float
+
+
+def reference(query, key, num_steps: int) -> np.ndarray:
+    """Sinkhorn weights ``(heads, N, N)`` of one example in float64 (paper, eq. sinkhorn)."""
+    q, k = (np.asarray(x, np.float64).transpose(1, 0, 2) for x in (query, key))
+    s = q @ k.transpose(0, 2, 1) / q.shape[-1] ** 0.5
+    for step in range(num_steps):
+        axis = -1 if step % 2 == 0 else -2
+        peak = s.max(axis, keepdims=True)
+        s = s - peak - np.log(np.exp(s - peak).sum(axis, keepdims=True))
+    return np.exp(s)
+
+
+def checks(length: int = 512, heads: int = 2, width: int = 64, num_steps: int = 10) -> list[Check]:
+    """Every implementation at default and highest matmul precision, queries and keys of norm 8.
+
+    The values are the identity, so that the output of a head is its weights.
+    """
+    keys = jax.random.split(jax.random.key(0), 2)
+    q, k = (jax.random.normal(key, (length, heads, width)) for key in keys)
+    q, k = (8 * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = jnp.broadcast_to(jnp.eye(length)[:, None], (length, heads, length))
+    expected = reference(q, k, num_steps)
+    done = []
+    for precision in ("default", "highest"):
+        for name in IMPLEMENTATIONS:
+            with jax.default_matmul_precision(precision):
+                attend = functools.partial(
+                    aj.sinkhorn_attention, spec=aj.SinkhornSpec(num_steps), implementation=name
+                )
+                weights = np.asarray(jax.jit(attend)(q, k, v)).transpose(1, 0, 2)
+            error = float(np.abs(weights - expected).max())
+            columns = float(np.abs(weights.sum(-2, dtype=np.float64) - 1).max())
+            done.append(Check(name, precision, error, columns))
+    return done
+
+
+def projected(function: Callable, shape: tuple[int, int, int, int]) -> Callable:
+    """``function`` between projections from and to a model of width 1024, as the paper times it."""
+    _, _, heads, head_dim = shape
+    keys = jax.random.split(jax.random.key(1), 4)
+    inner = (heads, head_dim)
+    into = [jax.random.normal(key, (WIDTH, *inner)) / WIDTH**0.5 for key in keys[:3]]
+    back = jax.random.normal(keys[3], (*inner, WIDTH)) / (heads * head_dim) ** 0.5
+
+    def attend(x):
+        q, k, v = (jnp.einsum("bnw,whd->bnhd", x, w) for w in into)
+        return jnp.einsum("bnhd,hdw->bnw", function(q, k, v), back)
+
+    return attend
+
+
+def main() -> None:
+    """Prints checks and tables and writes ``gpu.json`` and ``gpu.md``."""
+    parser = argparse.ArgumentParser(prog="python -m train.bench.gpu", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/bench"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=SWEEP, metavar="N")
+    parser.add_argument("--minutes", type=float, default=6.0, help="start no row after this long")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    some = checks()
+    for check in some:
+        print(check, flush=True)
+    rows = []
+    shapes = {f"N={n}": (1, n, 8, 64) for n in options.lengths}
+    shapes |= {"imdb": layer.SHAPES["imdb"]} | {f"fused N={n}": (1, n, 8, 64) for n in FUSED}
+    for name, shape in shapes.items():
+        if time.perf_counter() - began > 60 * options.minutes:
+            print(f"{name}: not run, {options.minutes} minutes are over")
+            continue
+        methods = {
+            row: projected(function, shape) for row, function in layer.methods(shape[-1]).items()
+        }
+        batch, length, *_ = shape
+        rows += layer.measure(name, (batch, length, WIDTH), methods, rounds=10, num_inputs=1)
+        print(layer.table([row for row in rows if row.shape == name]), flush=True)
+    facts = {
+        "checks": "; ".join(
+            f"{c.name} at {c.precision} precision: weights within {c.weights_error:.1e}, "
+            f"column sums within {c.column_error:.1e}"
+            for c in some
+        ),
+        "time": "median of 10 interleaved calls; ratio to the fastest dense softmax form",
+        **machine.facts(),
+        "command": "make gpu",
+    }
+    layer.write(options.out, "gpu", "On an accelerator", rows, facts)
+    (options.out / "gpu-checks.json").write_text(
+        json.dumps([dataclasses.asdict(c) for c in some], indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
