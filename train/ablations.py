@@ -133,6 +133,6 @@ def run(
     facts = {"fit": f"M={compiling.NUM_IMAGES} images where a row says no other"}
     if left_out:
         facts["left out"] = f"M={', '.join(left_out)}: more than {len(split.train)} images"
-    table = dataclasses.replace(table, facts={**facts, **table.facts})
     points = breakeven.report(table, default.report.fit_seconds, teacher.recipe.spec.last_step)
-    return table, points
+    facts["break-even"] = "; ".join(map(str, points))
+    return dataclasses.replace(table, facts={**facts, **table.facts}), points

@@ -145,6 +145,12 @@ def _add_fit(sub) -> None:
     default = aj.Options()
     text = "(default: %(default)s)"
     sub.add_argument(
+        "--recipe",
+        choices=("paper", "auto"),
+        default=default.recipe,
+        help=f"auto chooses among moment and codebook fits on held-out batches {text}",
+    )
+    sub.add_argument(
         "--objective",
         choices=("ls", "kl"),
         default=default.objective,
@@ -152,16 +158,15 @@ def _add_fit(sub) -> None:
     )
     sub.add_argument(
         "--closures",
-        choices=("two_sided", "one_sided", "none"),
-        default=default.closures,
-        help="two_sided is ASAP, one_sided ASAP-0, none predicts both duals without a "
-        f"c-transform {text}",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        metavar="ENDING",
+        help="two_sided is ASAP, one_sided ASAP-0, n closures end as the teacher does, "
+        "none predicts both duals without a c-transform (default: two_sided; auto: 2)",
     )
     sub.add_argument(
         "--features",
-        choices=sorted(aj.features.FAMILIES),
         default=default.features,
-        help=f"feature family {text}",
+        help=f"families joined by +, of {', '.join(sorted(aj.features.FAMILIES))} {text}",
     )
     sub.add_argument(
         "--num-slices",
@@ -192,12 +197,18 @@ def _add_fit(sub) -> None:
     sub.add_argument(
         "--ridge", type=float, default=default.ridge, help=f"ridge, unnormalised {text}"
     )
+    sub.add_argument(
+        "--ridge-scale",
+        choices=("absolute", "trace", "diagonal"),
+        default=default.ridge_scale,
+        help=f"what the ridge is multiplied by {text}",
+    )
 
 
 def _fit_options(options, trained) -> aj.Options:
     """The fit that the command line asks for, with the run's seed."""
-    names = ("objective", "closures", "features", "num_slices", "slice_kind")
-    names += ("coefficients", "baseline", "token_bias", "ridge")
+    names = ("recipe", "objective", "closures", "features", "num_slices", "slice_kind")
+    names += ("coefficients", "baseline", "token_bias", "ridge", "ridge_scale")
     try:
         return aj.Options(seed=trained.seed, **{name: getattr(options, name) for name in names})
     except ValueError as fault:

@@ -77,16 +77,20 @@ def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -
 
 
 def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
-    """ASAP-0 and ASAP, from compiled variables."""
+    """ASAP-0 and ASAP of the paper's fits; one row of any other fit, closed as it was fitted."""
+    if any(state.closures not in aj.attention.CLOSURES for state in _states(variables).values()):
+        return [compiled_row("compiled", recipe, variables)]
     return [
         compiled_row(name, recipe, variables, closures)
         for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided"))
     ]
 
 
-def compiled_row(name: str, recipe: Recipe, variables: dict, closures: str | int) -> Operator:
-    """Compiled variables as a row, with the ending ``closures``."""
-    ended = with_closures(variables, closures)
+def compiled_row(
+    name: str, recipe: Recipe, variables: dict, closures: str | int | None = None
+) -> Operator:
+    """Compiled variables as a row, with the ending ``closures``, or each layer's own."""
+    ended = variables if closures is None else with_closures(variables, closures)
     attend = functools.partial(_asap, recipe.spec)
     return Operator(name, models.build(recipe), ended, attend, _states(ended))
 

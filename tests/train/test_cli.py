@@ -78,5 +78,11 @@ def test_train_compile_evaluate_in_a_row(tiny, tmp_path, monkeypatch, capsys):
     assert "ASAP-0" in capsys.readouterr().out
     stored = json.loads((tmp_path / "run" / "fidelity.json").read_text())
     assert stored["title"] == "demo: Sinkhorn teacher S=4 and its replacements"
+    moments = ["--features", "moments", "--closures", "2", "--ridge-scale", "trace"]
+    assert cli.main(["compile", run, "--images", "60", *moments]) == 0
+    assert cli.main(["evaluate", run, "--rounds", "1"]) == 0
+    assert "compiled" in capsys.readouterr().out
+    assert cli.main(["compile", run, "--closures", "three"]) == 1
+    assert "'three'" in capsys.readouterr().err
     assert cli.main(["evaluate", run, "--artefact", str(tmp_path / "none.npz")]) == 1
     assert "run python -m train compile" in capsys.readouterr().err
