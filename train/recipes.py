@@ -215,8 +215,8 @@ SMALL_CIFAR10 = dataclasses.replace(
 SMALL_MNIST = dataclasses.replace(
     MNIST,
     summary="one layer, one head, attention and residual only, S=5, a third of the epochs",
-    cost="not measured yet",
-    expected="not measured yet",
+    cost="1 to 2 minutes on 2 CPU cores (20,000 images: 3,000 steps)",
+    expected="0.917 on 10,000 test images (seed 0)",
     epochs=15,
     drops=(11, 13),
     preset="small",

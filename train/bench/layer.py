@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 
@@ -42,14 +41,18 @@ SLICES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to attend at one shape; ``milliseconds`` is None where it was not run."""
+    """One way to attend at one shape; ``milliseconds`` is None where ``reason`` says why.
+
+    Memory and compile time of a peer outside JAX are not known: None.
+    """
 
     shape: str
     name: str
-    gibibytes: float
-    compile_seconds: float
+    gibibytes: float | None
+    compile_seconds: float | None
     milliseconds: float | None
     ratio: float | None
+    reason: str = ""
 
 
 def softmax_plain(query, key, value):
@@ -109,6 +112,7 @@ def measure(
     limit_gib: float = LIMIT_GIB,
     gradient: bool = False,
     num_inputs: int = 3,
+    timed: bool = True,
     foreign: Mapping[str, Callable[[], object]] | None = None,
 ) -> list[Row]:
     """Compiles and times all rows at one shape, interleaved.
@@ -121,6 +125,7 @@ def measure(
       limit_gib: rows that need more are not run.
       gradient: time value and gradient of a scalar of the output instead.
       num_inputs: Gaussian arrays of that shape that each function takes.
+      timed: whether to run the rows; otherwise only their memory is told.
       foreign: calls outside JAX to time beside them; their memory is not known.
     """
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -136,12 +141,13 @@ def measure(
         analysis = program.memory_analysis()
         needed = (analysis.temp_size_in_bytes + 4 * analysis.output_size_in_bytes) / GIB
         done[name] = (needed, seconds)
-        if needed <= limit_gib:
+        if timed and needed <= limit_gib:
             calls[name] = functools.partial(program, *inputs)
     for name, call in (foreign or {}).items():
-        done[name], calls[name] = (math.nan, math.nan), call
+        done[name], calls[name] = (None, None), call
     times = timing.interleaved(calls, rounds=rounds) if calls else {}
     base = [times[name] for name in DENSE if name in times] or [*times.values()]
+    reason = lambda gib: f"not run (needs {gib:.1f} GiB)" if gib > limit_gib else "not timed"
     return [
         Row(
             shape_name,
@@ -150,6 +156,7 @@ def measure(
             seconds,
             times.get(name),
             times[name] / min(base) if name in times else None,
+            "" if name in times else reason(needed),
         )
         for name, (needed, seconds) in done.items()
     ]
@@ -191,10 +198,10 @@ def table(rows: list[Row]) -> str:
     ]
     for row in rows:
         if row.milliseconds is None:
-            cells = f"not run (needs {row.gibibytes:.1f} GiB) | "
+            cells = f"{row.reason} | "
         else:
             cells = f"{row.milliseconds:.2f} | {row.ratio:.2f}"
-        known = not math.isnan(row.gibibytes)
+        known = row.gibibytes is not None
         rest = f"{1024 * row.gibibytes:.1f} | {row.compile_seconds:.1f}" if known else "? | 0"
         lines.append(f"| {row.shape} | {row.name} | {cells} | {rest} |")
     return "\n".join(lines)
