@@ -26,15 +26,18 @@ def sizes(lead: tuple[int, ...], kernel_size: int, limit: int | None = None) -> 
       limit: entries at a time; by the default backend when None. It decides speed, not results.
 
     Returns:
-      One divisor per axis: innermost axes whole while they fit, the outer ones of size 1.
+      One divisor per axis: innermost axes whole while they fit, the outer ones of size 1. All of
+      them whole where a size is symbolic (``jax.export``).
     """
+    if not all(isinstance(n, int) for n in (*lead, kernel_size)):
+        return lead
     if limit is None:
         limit = ELEMENTS.get(jax.default_backend(), math.inf)
     room, result = limit / max(kernel_size, 1), []
     for n in reversed(lead):
         fitting = [d for d in range(1, n + 1) if n % d == 0 and d <= max(room, 1)]
         size = n if n <= room else fitting[-1]
-        room = room / n if size == n else 1
+        room = room / max(n, 1) if size == n else 1
         result.append(size)
     return tuple(reversed(result))
 

@@ -115,7 +115,8 @@ def choose(settings: Settings, n: int, m: int) -> str:
     """
     if settings.implementation != "auto":
         return settings.implementation
-    return "streaming" if n * m >= STREAMED_SIZE else "scaling"
+    known = isinstance(n, int) and isinstance(m, int)  # not symbolic, as in jax.export
+    return "streaming" if known and n * m >= STREAMED_SIZE else "scaling"
 
 
 def _kernel(q, k, bias, mask, settings, precision):

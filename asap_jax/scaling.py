@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from asap_jax import closures
 
@@ -57,7 +56,7 @@ def scale(
     target = {"query": jnp.exp(log_target), "key": jnp.ones((), kernel.dtype)}
     near, far, ok = _loop(side, num_steps, matrix, near, target, active)
     row, column = (near, far) if side == "query" else (far, near)
-    return Scaled(matrix, row, column, one_for_all(ok))
+    return Scaled(matrix, row, column, one_for_all(jax.lax.stop_gradient(ok) > 0))
 
 
 _TOTALS = {"query": "...nm,...n->...m", "key": "...nm,...m->...n"}
@@ -77,7 +76,10 @@ def _totals(matrix, stacked, at):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _loop(side, num_steps, matrix, near, target, active):
-    """``(near, far, ok)`` after the closures; see ``_loop_jvp`` for its derivative."""
+    """``(near, far, ok)`` after the closures; see ``_loop_jvp`` for its derivative.
+
+    ``ok`` is 1 or 0 in the kernel's dtype: under ``shard_map`` a bool would have no tangent type.
+    """
     return _run(side, num_steps, matrix, near, target, active)[0]
 
 
@@ -105,7 +107,7 @@ def _run(side, num_steps, matrix, near, target, active):
         near, _, ok = state
         far, last = step(near, side)
         state = (near, far, ok & last)
-    return state, steps
+    return (*state[:2], state[2].astype(matrix.dtype)), steps
 
 
 @_loop.defjvp
@@ -135,8 +137,7 @@ def _loop_jvp(side, num_steps, primals, tangents):
     if num_steps % 2:
         pushed = _total(d_matrix, out_near, side) + _total(matrix, state[0], side)
         state = (state[0], slope(out_far, side) * pushed)
-    no_tangent = np.zeros(ok.shape, jax.dtypes.float0)
-    return (out_near, out_far, ok), (*state, no_tangent)
+    return (out_near, out_far, ok), (*state, jnp.zeros_like(ok))
 
 
 def exponentiate(start: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, dict]:

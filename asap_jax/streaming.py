@@ -78,7 +78,7 @@ def cut(q, k, bias, mask, start, settings, precision, block: int = BLOCK) -> Til
 def _tiles(a: jax.Array, axis: int, size: int, short: int) -> jax.Array:
     axis += a.ndim
     a = jnp.pad(a, [(0, short if i == axis else 0) for i in range(a.ndim)])
-    a = a.reshape(*a.shape[:axis], -1, size, *a.shape[axis + 1 :])
+    a = a.reshape(*a.shape[:axis], a.shape[axis] // size, size, *a.shape[axis + 1 :])
     return jnp.moveaxis(a, axis, 0)
 
 
@@ -107,7 +107,8 @@ def mix(
             scaling.one_for_all(ok), lambda: out, jax.checkpoint(lambda: run(robust=True)[0])
         )
     out = jnp.moveaxis(out, 0, -3)
-    return out.reshape(*out.shape[:-3], -1, out.shape[-1])[..., : q.shape[-2], :]
+    count = out.shape[-3] * out.shape[-2]
+    return out.reshape(*out.shape[:-3], count, out.shape[-1])[..., : q.shape[-2], :]
 
 
 def _run(tiles: Tiles, column, log_target, values, active, precision, *, robust: bool):
@@ -122,6 +123,7 @@ def _run(tiles: Tiles, column, log_target, values, active, precision, *, robust:
         steps -= 1
         tiles = tiles._replace(scanned=(tiles.scanned[0], None, *tiles.scanned[2:]))
 
+    @jax.checkpoint  # or the tiles' kernels, which no step changes, would be kept for all steps
     def update(_, state):
         column, ok = state
         after, fine = _row_then_column(tiles, column, log_target, active, robust)

@@ -14,6 +14,9 @@ TESTS = pathlib.Path(__file__).parent
 # Before the first computation, or the number of devices is settled already.
 jax.config.update("jax_num_cpu_devices", 2)
 
+# Most of the suite's time is LLVM's; what is computed does not depend on how hard it optimises.
+jax.config.update("jax_disable_most_optimizations", True)
+
 # Deadlines measure compilation, and a suite that draws new cases on every run cannot be compared
 # with the run before: the draws are fixed.
 hypothesis.settings.register_profile(

@@ -143,6 +143,7 @@ def _add_compile(commands) -> None:
 def _add_fit(sub) -> None:
     """The settings of a fit, see ``asap_jax.Options``."""
     default = aj.Options()
+    families = sorted(n for n, kind in aj.features.FAMILIES.items() if hasattr(kind, "create"))
     text = "(default: %(default)s)"
     sub.add_argument(
         "--recipe",
@@ -166,7 +167,7 @@ def _add_fit(sub) -> None:
     sub.add_argument(
         "--features",
         default=default.features,
-        help=f"families joined by +, of {', '.join(sorted(aj.features.FAMILIES))} {text}",
+        help=f"families joined by +, of {', '.join(families)} {text}",
     )
     sub.add_argument(
         "--num-slices",
