@@ -15,7 +15,9 @@ TESTS = pathlib.Path(__file__).parent
 jax.config.update("jax_num_cpu_devices", 2)
 
 # Most of the suite's time is LLVM's; what is computed does not depend on how hard it optimises.
+# The environment tells the processes that tests start, whose results are compared bit for bit.
 jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 # Deadlines measure compilation, and a suite that draws new cases on every run cannot be compared
 # with the run before: the draws are fixed.
