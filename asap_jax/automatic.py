@@ -12,7 +12,7 @@ import numpy as np
 
 from asap_jax import attention, calibrate, candidates, ctransform, fitting, metrics
 from asap_jax import closures as closing
-from asap_jax.capture import CompiledState, Record
+from asap_jax.capture import CompiledState, Record, stack_mark
 from asap_jax.options import Options
 from asap_jax.predictor import Predictor
 from asap_jax.report import Rung
@@ -27,8 +27,8 @@ class AutomaticFit:
 
     A share of the records, the one ``holdout`` gives of them, is kept out of the fits and the
     candidates are compared on it; the one chosen is then fitted again with that share. Report
-    batches are others again. A layer stack of a scan is
-    one AutomaticFit: its layers are fitted apart and share a candidate.
+    batches are others again. A layer stack of a scan is one AutomaticFit: its layers are fitted
+    apart and share a candidate.
     """
 
     def __init__(self, path: str, record: Record, options: Options):
@@ -94,7 +94,7 @@ class AutomaticFit:
         stacked = jax.tree.map(
             lambda *x: jnp.stack(x).reshape(*self.stack, *jnp.shape(x[0])), *layers
         )
-        mark = jnp.zeros(self.stack, jnp.int32)
+        mark = stack_mark(self.stack)
         state = CompiledState(stacked, self.spec, self.num_closures, mark)
         told = [
             dict(

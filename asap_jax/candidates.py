@@ -29,7 +29,7 @@ from asap_jax import (
 from asap_jax import closures as closing
 from asap_jax.capture import Record
 from asap_jax.features import Codebook, Moments
-from asap_jax.least_squares import NormalEquations
+from asap_jax.least_squares import RIDGE_SCALES, NormalEquations
 from asap_jax.predictor import Correction, LinearHead, Predictor
 from asap_jax.spec import SinkhornSpec
 
@@ -77,6 +77,10 @@ class Candidate:
         checks.static_bool("chain", self.chain)
         checks.one_of("rows", self.rows, ("active", "all"))
         checks.one_of("coefficients", self.coefficients, ("per_head", "pooled"))
+        checks.non_negative_float("ridge", self.ridge)
+        checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
+        if self.damping is not None and checks.non_negative_float("damping", self.damping) > 1:
+            raise ValueError(f"damping must be in [0, 1] or None, got {self.damping!r}")
 
     def suits(self, num_closures: int, *, masked: bool) -> bool:
         """Whether it differs from a simpler candidate at this number of closures."""

@@ -24,6 +24,11 @@ SHARED_INSTANCE = (
 )
 
 
+def stack_mark(stack: tuple[int, ...]) -> jax.Array:
+    """The ``mark`` of a stack of layers; of floating dtype, since states are differentiated."""
+    return jnp.zeros(stack, jnp.float32)
+
+
 @flax.struct.dataclass
 class Record:
     """The inputs of one attention call, in Flax's layout, and the layer's spec.
@@ -48,8 +53,7 @@ class Record:
     @classmethod
     def of(cls, query, key, value, bias, mask, spec) -> Record:
         """Records one call as it was made."""
-        mark = jnp.zeros((), jnp.float32)
-        return cls(query, key, value, bias, mask, mark, spec=spec, ndim=query.ndim)
+        return cls(query, key, value, bias, mask, stack_mark(()), spec=spec, ndim=query.ndim)
 
     @property
     def stack(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asap_jax import calibrate, kl
-from asap_jax.capture import CompiledState, Record
+from asap_jax.capture import CompiledState, Record, stack_mark
 from asap_jax.features import FAMILIES
 from asap_jax.least_squares import NormalEquations
 from asap_jax.options import Options
@@ -113,7 +113,7 @@ class LayerFit:
             jax.tree.map(lambda *x: jnp.stack(x).reshape(*self.stack, *x[0].shape), *heads)
             for heads in zip(*(heads for heads, _ in solved), strict=True)
         ]
-        mark = jnp.zeros(self.stack, jnp.float32)  # a float: states are differentiated
+        mark = stack_mark(self.stack)
         state = CompiledState(self._predictor(heads), self.spec, self.options.closures, mark)
         return state, [figures for _, figures in solved]
 

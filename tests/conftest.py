@@ -14,11 +14,6 @@ TESTS = pathlib.Path(__file__).parent
 # Before the first computation, or the number of devices is settled already.
 jax.config.update("jax_num_cpu_devices", 2)
 
-# Most of the suite's time is LLVM's; what is computed does not depend on how hard it optimises.
-# The environment tells the processes that tests start, whose results are compared bit for bit.
-jax.config.update("jax_disable_most_optimizations", True)
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-
 # Deadlines measure compilation, and a suite that draws new cases on every run cannot be compared
 # with the run before: the draws are fixed.
 hypothesis.settings.register_profile(
@@ -35,6 +30,13 @@ def numerics(request):
     else:
         with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
             yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def executables():
+    """Lets go of a module's compiled programs: a process may map only so many pieces of memory."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -209,7 +209,8 @@ def test_settings_of_the_recipe_are_refused_elsewhere(name):
 
 @pytest.mark.parametrize("settings", [
     {"rounds": -1}, {"rounds": True}, {"num_centres": 0}, {"rows": "some"},
-    {"coefficients": "shared"},
+    {"coefficients": "shared"}, {"ridge": -1.0}, {"ridge_scale": "some"}, {"damping": 2.0},
+    {"damping": -0.1},
 ], ids=str)  # fmt: skip
 def test_candidates_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match="|".join(settings)):

@@ -670,10 +670,14 @@ def test_the_report_prints_as_a_table(rng):
         assert word in text
 
 
-def test_compiled_variables_can_be_trained_on(rng):
+@pytest.mark.parametrize("recipe", ["paper", "auto"])
+def test_compiled_variables_can_be_trained_on(rng, recipe):
     model, variables = teacher()
     x = data(rng, 1)[0]
-    compiled = aj.linen.compile(model, variables, data(rng), num_slices=SLICES).variables
+    settings = dict(num_slices=SLICES)
+    if recipe == "auto":
+        settings = dict(candidates=(aj.Candidate("moments"),), ladder=(), time_limit=None)
+    compiled = aj.linen.compile(model, variables, data(rng), recipe=recipe, **settings).variables
     loss = lambda v: jnp.sum(jnp.sin(model.apply(v, x, train=False)))
     gradient = jax.grad(loss)(compiled)
     slope = gradient["asap"][FIRST]["state"].predictor.coefficients
