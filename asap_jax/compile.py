@@ -86,6 +86,31 @@ class Calibration(abc.ABC):
         self.num_batches += 1
         self.seconds += time.perf_counter() - start
 
+    def reduce(self, total: Callable[[Any], Any]) -> None:
+        """Adds up what several processes added, each its own batches, before ``finish``.
+
+        Every process must have added at least one batch, and then solves for the same
+        coefficients; its report is of its own report batches.
+
+        Args:
+          total: from a pytree of arrays to its leaf-wise sums over all processes, for instance
+            over ``jax.experimental.multihost_utils.process_allgather``.
+
+        Raises:
+          ValueError: nothing was added; KL or ``recipe="auto"``, which keep activations and not
+            sums.
+        """
+        options = self.options
+        if options.objective == "kl" or options.recipe == "auto":
+            raise ValueError(
+                f"only least-squares sums add up over processes, not objective="
+                f"{options.objective!r} with recipe={options.recipe!r}: compile on one process"
+            )
+        if not self.fits:
+            raise ValueError("batches holds no batch: every process needs at least one")
+        for path in sorted(self.fits):
+            self.fits[path].reduce(total)
+
     def finish(
         self,
         teacher: Any,
@@ -152,10 +177,17 @@ class Calibration(abc.ABC):
                     found.setdefault(layer, []).append(ladder)
         return {name: mean_ladder(ladders) for name, ladders in found.items()}
 
-    def run(self, teacher: Any, batches: Iterable[Any]) -> CompileResult:
+    def run(
+        self,
+        teacher: Any,
+        batches: Iterable[Any],
+        *,
+        total: Callable[[Any], Any] | None = None,
+    ) -> CompileResult:
         """Adds ``batches``, but for the share held out, and finishes on that share.
 
-        Batches that are held out are kept until the report.
+        Batches that are held out are kept until the report. ``total`` adds up the sums of several
+        processes, see ``reduce``.
 
         Raises:
           TypeError: one batch instead of an iterable, a generator where batches are needed again.
@@ -171,6 +203,8 @@ class Calibration(abc.ABC):
                     check_finite(record, path, f"calibration batch {index}")
             else:
                 self.add(teacher, batch, index)
+        if total is not None:
+            self.reduce(total)
         fit_batches = lambda: (b for i, b in enumerate(batches) if not is_held_out(i, share))
         report = kept or ([] if first is None else [first])
         return self.finish(teacher, report, held_out=bool(kept), fit_batches=fit_batches)

@@ -91,6 +91,10 @@ class LayerFit:
                 for i, one in enumerate(unstack(record)):
                     self.items[i].append(calibrate.kl_item(one, self.families))
 
+    def reduce(self, total: Callable[[Any], Any]) -> None:
+        """Replaces the sums by their totals over processes, see ``compile.Calibration.reduce``."""
+        self.sums, self.offset = total((self.sums, self.offset))
+
     def total(self) -> list[NormalEquations]:
         """Normal equations over all layers of the stack and all heads, one per target."""
         depth = len(self.stack)

@@ -1,23 +1,11 @@
 """The command line, ``python -m train``: one sub-command per thing one runs."""
 
 import argparse
-import dataclasses
 import pathlib
 import sys
 
 import asap_jax as aj
-from train import (
-    ablations,
-    bench,
-    compiling,
-    demo,
-    fidelity,
-    progress,
-    recipes,
-    refresh,
-    runs,
-    teacher,
-)
+from train import bench, commands, compiling, loop, parallel, recipe, recipes, refresh, runs
 from train.data import VARIABLE
 from train.extras import UserError
 
@@ -30,15 +18,16 @@ def parser() -> argparse.ArgumentParser:
         "measure what that costs and saves.",
         epilog="Start with `python -m train demo`. Each sub-command explains itself with --help.",
     )
-    commands = top.add_subparsers(title="sub-commands", required=True, metavar="COMMAND")
-    _add_demo(commands)
-    _add_recipes(commands)
-    _add_train(commands)
-    _add_compile(commands)
-    _add_evaluate(commands)
-    _add_ablate(commands)
-    _add_refresh(commands)
-    _add_bench(commands)
+    subs = top.add_subparsers(title="sub-commands", required=True, metavar="COMMAND")
+    _add_demo(subs)
+    _add_recipes(subs)
+    _add_train(subs)
+    _add_baseline(subs)
+    _add_compile(subs)
+    _add_evaluate(subs)
+    _add_ablate(subs)
+    _add_refresh(subs)
+    _add_bench(subs)
     return top
 
 
@@ -53,11 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _add_demo(commands) -> None:
+def _add_demo(subs) -> None:
     sub = _command(
-        commands,
+        subs,
         "demo",
-        _demo,
+        commands.demo,
         "train a small teacher on the packaged images, compile it, print the table",
         f"Everything in one go, offline: trains the demo recipe ({recipes.DEMO.cost}), compiles "
         "it, prints the fidelity table and writes it beside a picture of one head's plans.",
@@ -71,31 +60,26 @@ def _add_demo(commands) -> None:
     )
 
 
-def _add_recipes(commands) -> None:
+def _add_recipes(subs) -> None:
     _command(
-        commands,
+        subs,
         "recipes",
-        _recipes,
+        commands.recipes,
         "list the recipes with cost and expected accuracy",
         "Lists what `python -m train train RECIPE` can train.",
     )
 
 
-def _add_train(commands) -> None:
+def _add_train(subs) -> None:
     sub = _command(
-        commands,
+        subs,
         "train",
-        _train,
+        commands.train,
         "train a teacher by a recipe",
         "Trains a recipe and keeps checkpoints and metrics in a run folder. Ctrl-C saves; the "
         "same command with --resume goes on, to the same parameters as without the stop.",
     )
-    sub.add_argument(
-        "recipe", metavar="RECIPE", help=f"one of: {', '.join(sorted(recipes.RECIPES))}"
-    )
-    sub.add_argument(
-        "--preset", choices=recipes.PRESETS, help="size (default: full where there is both)"
-    )
+    _add_recipe(sub)
     _add_data_dir(sub)
     sub.add_argument("--run", dest="folder", metavar="DIR", help="default: runs/RECIPE-SEED")
     sub.add_argument("--seed", type=int, default=0, help="seed of the run (default: %(default)s)")
@@ -115,13 +99,79 @@ def _add_train(commands) -> None:
     sub.add_argument("--epochs", type=int, help="epochs (default: the recipe's)")
     sub.add_argument("--batch-size", type=int, help="examples a step (default: the recipe's)")
     sub.add_argument("--learning-rate", type=float, help="Adam's (default: the recipe's)")
+    sub.add_argument(
+        "--compute-dtype",
+        choices=recipe.DTYPES,
+        help="bfloat16 is mixed precision (default: the recipe's)",
+    )
+    sub.add_argument(
+        "--accumulate",
+        type=int,
+        metavar="PARTS",
+        help="parts of a batch that go through one by one, to save memory (default: the recipe's)",
+    )
+    sub.add_argument(
+        "--save-every",
+        type=_positive,
+        default=loop.SAVE_EVERY,
+        metavar="EPOCHS",
+        help="epochs between checkpoints (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--parallel",
+        choices=tuple(parallel.WAYS),
+        default=parallel.Sharded.name,
+        help="how all devices share a batch: jit over a mesh, or pmap (default: %(default)s)",
+    )
+    _add_hosts(sub)
 
 
-def _add_compile(commands) -> None:
+def _add_baseline(subs) -> None:
     sub = _command(
-        commands,
+        subs,
+        "baseline",
+        commands.baseline,
+        "print the accuracy of a linear model on a recipe's data",
+        "Logistic regression on the pixels, or on which tokens a text holds, fitted to the same "
+        "training examples that the teacher gets.",
+    )
+    _add_recipe(sub)
+    _add_data_dir(sub)
+
+
+def _add_recipe(sub) -> None:
+    sub.add_argument(
+        "recipe", metavar="RECIPE", help=f"one of: {', '.join(sorted(recipes.RECIPES))}"
+    )
+    sub.add_argument(
+        "--preset", choices=recipes.PRESETS, help="size (default: full where there is both)"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _add_hosts(sub) -> None:
+    """A run of several processes: the same command in each, with its own ``--process-id``."""
+    group = sub.add_argument_group("several hosts")
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0; auto where the cluster tells JAX (default: one process)",
+    )
+    group.add_argument("--num-processes", type=_positive, metavar="N")
+    group.add_argument("--process-id", type=int, metavar="I", help="from 0")
+
+
+def _add_compile(subs) -> None:
+    sub = _command(
+        subs,
         "compile",
-        _compile,
+        commands.compile,
         "compile a trained teacher to a layer without the Sinkhorn loop",
         "Fits the layers on unlabeled training images, prints the report on held-out ones and "
         f"saves the compiled layers as {runs.ARTEFACT} in the run folder.",
@@ -138,6 +188,7 @@ def _add_compile(commands) -> None:
     sub.add_argument(
         "--artefact", metavar="FILE", help=f"file to write (default: RUN/{runs.ARTEFACT})"
     )
+    _add_hosts(sub)
 
 
 def _add_fit(sub) -> None:
@@ -206,21 +257,11 @@ def _add_fit(sub) -> None:
     )
 
 
-def _fit_options(options, trained) -> aj.Options:
-    """The fit that the command line asks for, with the run's seed."""
-    names = ("recipe", "objective", "closures", "features", "num_slices", "slice_kind")
-    names += ("coefficients", "baseline", "token_bias", "ridge", "ridge_scale")
-    try:
-        return aj.Options(seed=trained.seed, **{name: getattr(options, name) for name in names})
-    except ValueError as fault:
-        raise UserError(str(fault)) from fault
-
-
-def _add_ablate(commands) -> None:
+def _add_ablate(subs) -> None:
     sub = _command(
-        commands,
+        subs,
         "ablate",
-        _ablate,
+        commands.ablate,
         "print every method and ablation row of the paper on one teacher",
         "Compiles the teacher in every way of the paper's tables (LS and KL, fit sizes, slice "
         "counts, shared coefficients, other features, both duals without a c-transform, the "
@@ -236,11 +277,11 @@ def _add_ablate(commands) -> None:
     )
 
 
-def _add_refresh(commands) -> None:
+def _add_refresh(subs) -> None:
     sub = _command(
-        commands,
+        subs,
         "refresh",
-        _refresh,
+        commands.refresh,
         "train a compiled model on a little, beside the teacher trained on as long",
         "The paper's refresh: compiles with a residual log-sum-exp fit and a token bias, then "
         "trains coefficients, token bias, output projection, norms and classifier on labels; the "
@@ -263,9 +304,9 @@ def _add_refresh(commands) -> None:
     )
 
 
-def _add_bench(commands) -> None:
+def _add_bench(subs) -> None:
     lines = "; ".join(f"{name}: {text}" for name, (_, text) in bench.BENCHES.items())
-    sub = _command(commands, "bench", _bench, "measure memory and time", f"{lines}.")
+    sub = _command(subs, "bench", commands.bench, "measure memory and time", f"{lines}.")
     sub.add_argument("what", choices=tuple(bench.BENCHES))
     sub.add_argument(
         "--lengths",
@@ -279,11 +320,11 @@ def _add_bench(commands) -> None:
     )
 
 
-def _add_evaluate(commands) -> None:
+def _add_evaluate(subs) -> None:
     sub = _command(
-        commands,
+        subs,
         "evaluate",
-        _evaluate,
+        commands.evaluate,
         "print the fidelity and speed table of a teacher and its replacements",
         "Swaps softmax, smaller Sinkhorn budgets and, where there is one, the compiled layers "
         "into the trained model and measures accuracy, fidelity and time on the test split.",
@@ -303,8 +344,8 @@ def _add_evaluate(commands) -> None:
     )
 
 
-def _command(commands, name, run, summary, description) -> argparse.ArgumentParser:
-    sub = commands.add_parser(name, help=summary, description=description)
+def _command(subs, name, run, summary, description) -> argparse.ArgumentParser:
+    sub = subs.add_parser(name, help=summary, description=description)
     sub.set_defaults(run=run)
     return sub
 
@@ -319,114 +360,3 @@ def _add_data_dir(sub) -> None:
 
 def _add_run(sub) -> None:
     sub.add_argument("folder", metavar="RUN", type=pathlib.Path, help="run folder of `train`")
-
-
-def _demo(options) -> None:
-    demo.run(options.seed, options.out)
-
-
-def _recipes(options) -> None:
-    screen = progress.console()
-    for recipe in recipes.listed():
-        screen.print(f"[bold]{recipe.name} ({recipe.preset})[/bold]: {recipe.summary}")
-        screen.print(f"  cost: {recipe.cost}", markup=False)
-        screen.print(f"  expected test accuracy: {recipe.expected}", markup=False)
-
-
-def _train(options) -> None:
-    recipe = recipes.find(options.recipe, options.preset)
-    given = {
-        name: value
-        for name in ("attention", "epochs", "batch_size", "learning_rate")
-        if (value := getattr(options, name)) is not None
-    }
-    if options.num_steps is not None:
-        given["spec"] = dataclasses.replace(recipe.spec, num_steps=options.num_steps)
-    if options.patch_size is not None and recipe.tokens is not None:
-        raise UserError(f"recipe {recipe.name!r} reads texts: --patch-size is for image recipes")
-    if options.patch_size is not None:
-        given["model"] = dataclasses.replace(recipe.model, patch_size=options.patch_size)
-    recipe = dataclasses.replace(recipe, **given)
-    folder = runs.folder(recipe.name, options.seed, options.folder)
-    split = teacher.load_data(recipe, options.data_dir, folder)
-    teacher.announce(split)
-    trained = teacher.train(recipe, split.train, folder, seed=options.seed, resume=options.resume)
-    score = teacher.test_accuracy(trained, split.test)
-    print(f"test accuracy {score:.3f} on {len(split.test)} {split.test.unit}")
-    if recipe.attention == "sinkhorn":
-        print(f"next: python -m train compile {folder}")
-
-
-def _compile(options) -> None:
-    trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
-    teacher.announce(split)
-    fit = _fit_options(options, trained)
-    result = compiling.compile_teacher(trained, split.train, fit, num_images=options.images)
-    print(result.report)
-    path = options.artefact or options.folder / runs.ARTEFACT
-    aj.save(path, result)
-    print(f"saved {path}; next: python -m train evaluate {options.folder}")
-
-
-def _ablate(options) -> None:
-    trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
-    teacher.announce(split)
-    table, lines = ablations.run(trained, split, rounds=options.rounds)
-    table.print(progress.console())
-    for line in lines:
-        print(line)
-    for written in table.write(options.out or options.folder, name="ablations"):
-        print(f"wrote {written}")
-
-
-def _refresh(options) -> None:
-    trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
-    teacher.announce(split)
-    fit = aj.Options(
-        seed=trained.seed,
-        num_slices=options.num_slices,
-        baseline="first_step",
-        token_bias=True,
-    )
-    result = compiling.compile_teacher(trained, split.train, fit, num_images=options.images)
-    print(result.report)
-    scores = refresh.run(
-        trained,
-        result.variables,
-        split.train,
-        split.test,
-        frozen=not options.sort_gradients,
-        epochs=options.epochs,
-        learning_rate=options.learning_rate,
-    )
-    print(f"test accuracy on {len(split.test)} images after {options.epochs} extra epochs:")
-    for name, value in dataclasses.asdict(scores).items():
-        print(f"  {name:<10} {value:.4f}")
-
-
-def _bench(options) -> None:
-    given = {
-        name: value for name in ("lengths", "out") if (value := getattr(options, name)) is not None
-    }
-    bench.run(options.what, **given)
-
-
-def _evaluate(options) -> None:
-    trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
-    teacher.announce(split)
-    path = pathlib.Path(options.artefact or options.folder / runs.ARTEFACT)
-    if options.artefact and not path.exists():
-        raise UserError(
-            f"no compiled layers at {path}: run python -m train compile {options.folder}"
-        )
-    compiled = aj.load(path, like=trained.variables) if path.exists() else None
-    table = fidelity.measure(
-        trained.recipe, trained.variables, split.test, compiled=compiled, rounds=options.rounds
-    )
-    table.print(progress.console())
-    for written in table.write(options.out or options.folder):
-        print(f"wrote {written}")

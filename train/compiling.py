@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 import asap_jax as aj
-from train import models
+from train import models, parallel
 from train.data import Examples
 from train.extras import UserError
 from train.teacher import Teacher
@@ -40,6 +40,8 @@ def compile_teacher(
 ) -> aj.CompileResult:
     """Fits the compiled layers of a Sinkhorn teacher.
 
+    Of several processes each takes its share of the examples, and their sums are added up.
+
     Args:
       teacher: a trained one.
       examples: the training split; labels are not looked at.
@@ -60,5 +62,7 @@ def compile_teacher(
         )
     options = options or aj.Options(seed=teacher.seed)
     calibration = aj.linen.Calibration(models.build(teacher.recipe), options)
-    batches = list(calibration_batches(teacher, examples, num_images))
-    return calibration.run(teacher.variables, batches)
+    index, count = parallel.share()
+    batches = list(calibration_batches(teacher, examples, num_images))[index::count]
+    total = parallel.total if count > 1 else None
+    return calibration.run(teacher.variables, batches, total=total)

@@ -118,10 +118,13 @@ class Batches:
           seed: fixes order and augmentation.
 
         Raises:
-          ValueError: the batch size is not in 1..examples.
+          UserError: the batch size is not in 1..examples.
         """
         if not 1 <= batch_size <= len(examples):
-            raise ValueError(f"batch_size {batch_size} must be in 1..{len(examples)} (examples)")
+            raise UserError(
+                f"batch_size {batch_size} must be in 1..{len(examples)}, the training "
+                f"{examples.unit}"
+            )
         self.examples = examples
         self.inputs = inputs
         self.batch_size = batch_size
@@ -132,8 +135,13 @@ class Batches:
     def _permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
 
-    def at(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def at(self, step: int, share: tuple[int, int] = (0, 1)) -> tuple[np.ndarray, np.ndarray]:
         """Batch of a step, counted from 0 over all epochs.
+
+        Args:
+          step: which.
+          share: ``(index, count)``: give only that one of ``count`` equal parts of the batch; the
+            parts together are the batch that one process would have drawn.
 
         Returns:
           ``(inputs, labels)``: normalised float32 images ``(batch, height, width, channels)`` or
@@ -144,7 +152,10 @@ class Batches:
         chosen = self._order(epoch)[start : start + self.batch_size]
         rng = np.random.default_rng([self.seed, epoch, index])
         examples = self.examples.take(chosen)
-        return self.inputs.training(examples, rng), examples.labels
+        process, count = share
+        rows = self.batch_size // count
+        part = slice(process * rows, (process + 1) * rows)
+        return self.inputs.training(examples, rng)[part], examples.labels[part]
 
 
 def resolve(data_dir: str | os.PathLike | None, *, packaged: bool = False) -> pathlib.Path:

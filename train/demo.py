@@ -5,7 +5,7 @@ import shutil
 import time
 
 import asap_jax as aj
-from train import compiling, fidelity, operators, picture, progress, recipes, runs, teacher
+from train import compiling, fidelity, loop, operators, picture, progress, recipes, runs, teacher
 from train.data import Examples
 from train.operators import Operator
 from train.table import Table
@@ -48,7 +48,7 @@ def run(seed: int, out: pathlib.Path, recipe: recipes.Recipe = recipes.DEMO) -> 
     split = teacher.load_data(recipe)
     teacher.announce(split)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    trained = teacher.train(recipe, split.train, out, seed=seed)
+    trained = loop.train(recipe, split.train, out, seed=seed)
     result = compiling.compile_teacher(trained, split.train)
     screen.print(str(result.report), markup=False)
     aj.save(out / runs.ARTEFACT, result)

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from train import parallel
 from train.extras import need
 
 PLAIN_EVERY = 10.0
@@ -27,12 +28,16 @@ def bar(title: str, total: int, start: int = 0) -> Iterator[Callable[[int, str],
       total: steps in all.
       start: steps done already (a resumed run).
 
+    Of a run on several hosts only the first shows it.
+
     Yields:
       ``report(done, note)``, to be called with the number of steps done and a short text such as
       the loss.
     """
     screen = console()
-    if screen.is_terminal:
+    if not parallel.is_first():
+        yield lambda done, note="": None
+    elif screen.is_terminal:
         yield from _drawn(screen, title, total, start)
     else:
         yield _plain(screen, title, total, start)

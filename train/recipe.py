@@ -111,7 +111,18 @@ class Recipe:
                 raise ValueError(f"{name} {getattr(self, name)!r} must be one of {known}")
         if (self.pixels is None) == (self.tokens is None):
             raise ValueError("a recipe has either pixels (images) or tokens (texts)")
-        if self.accumulate < 1 or self.batch_size % self.accumulate:
+        for name in ("epochs", "batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate {self.learning_rate} must be above 0")
+        if self.tokens is None:
+            patch, sides = self.model.patch_size, self.image_shape[:2]
+            if patch < 1 or any(side % patch for side in sides):
+                raise ValueError(
+                    f"patch_size {patch} must divide the {sides[0]}x{sides[1]} pixels of an image"
+                )
+        if self.batch_size % self.accumulate:
             raise ValueError(
                 f"accumulate {self.accumulate} must divide batch_size {self.batch_size}"
             )

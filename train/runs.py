@@ -5,6 +5,9 @@ import os
 import pathlib
 from typing import Any
 
+from train import parallel
+from train.extras import UserError
+
 DEFAULT = pathlib.Path("runs")
 METRICS = "metrics.jsonl"
 ARTEFACT = "compiled.npz"
@@ -16,10 +19,16 @@ def folder(recipe_name: str, seed: int, given: str | os.PathLike | None = None) 
 
 
 class MetricsLog:
-    """Metrics as JSON lines, each with its ``step``; flushed line by line."""
+    """Metrics as JSON lines, each with its ``step``; flushed line by line.
+
+    Of a run on several hosts only the first writes.
+    """
 
     def __init__(self, run: pathlib.Path, *, resumed_at: int = 0):
         """Opens ``metrics.jsonl`` in ``run``; lines past step ``resumed_at`` are dropped."""
+        self._file = None
+        if not parallel.is_first():
+            return
         path = run / METRICS
         kept = []
         if path.exists():
@@ -37,12 +46,21 @@ class MetricsLog:
         return self
 
     def __exit__(self, *_):
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, step: int, **values: Any) -> None:
         """Adds one line."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.flush()
+        except OSError as fault:
+            raise UserError(
+                f"cannot write {self._file.name} ({fault.strerror}): make room and go on with "
+                f"--resume"
+            ) from fault
 
 
 def _parse(line: str) -> dict | None:

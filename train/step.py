@@ -113,16 +113,11 @@ def train_step(
 
 def _mean_over_parts(function, inputs, labels, key, parts: int):
     """Mean of ``function(inputs, labels, key)`` over equal parts of the batch, one at a time."""
-    cut = lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+    # Every parts-th row, so that rows stay on their devices.
+    cut = lambda x: jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
     part = (cut(inputs), cut(labels), jax.random.split(key, parts))
     shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], part))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     add = lambda total, part: (jax.tree.map(jnp.add, total, function(*part)), None)
     total, _ = jax.lax.scan(add, zero, part)
     return jax.tree.map(lambda x: x / parts, total)
-
-
-def jitted_step(model_at, tx: optax.GradientTransformation, *, accumulate: int = 1):
-    """``train_step`` compiled for one recipe; the old state's buffers are reused."""
-    step = functools.partial(train_step, model_at=model_at, tx=tx, accumulate=accumulate)
-    return jax.jit(step, donate_argnums=0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train import ablations, compiling, data, fidelity, teacher
+from train import ablations, compiling, data, fidelity, loop
 from train.teacher import Split
 
 PAPER = """
@@ -48,7 +48,7 @@ def test_settings_differ_in_what_their_name_says_and_in_nothing_else():
 
 @pytest.fixture(scope="module")
 def trained(tiny, examples, tmp_path_factory):
-    return teacher.train(tiny, examples, tmp_path_factory.mktemp("run"))
+    return loop.train(tiny, examples, tmp_path_factory.mktemp("run"))
 
 
 def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, monkeypatch):

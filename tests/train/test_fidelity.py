@@ -12,7 +12,7 @@ import pytest
 import rich.console
 
 import asap_jax as aj
-from train import compiling, demo, fidelity, operators, picture, teacher, timing
+from train import compiling, demo, fidelity, loop, operators, picture, teacher, timing
 from train.extras import UserError
 from train.table import COLUMNS
 
@@ -30,7 +30,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def trained(tiny, examples, tmp_path_factory):
-    return teacher.train(tiny, examples, tmp_path_factory.mktemp("run"))
+    return loop.train(tiny, examples, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train import compiling, refresh, teacher
+from train import compiling, loop, refresh, teacher
 
 FIT = aj.Options(num_slices=4, baseline="first_step", token_bias=True)
 
@@ -16,7 +16,7 @@ FIT = aj.Options(num_slices=4, baseline="first_step", token_bias=True)
 @pytest.fixture(scope="module")
 def trained(minute, examples, tmp_path_factory):
     recipe = dataclasses.replace(minute, epochs=1, spec=aj.SinkhornSpec(num_steps=4))
-    return teacher.train(recipe, examples, tmp_path_factory.mktemp("run"))
+    return loop.train(recipe, examples, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import inspect
 
-from train.bench import esp_resources, imports, layer, memory, streaming, teacher
+from train.bench import esp_resources, imports, layer, loop, memory, parallel, streaming, teacher
 from train.extras import UserError
 
 BENCHES = {
@@ -14,6 +14,8 @@ BENCHES = {
         esp_resources.run,
         "train steps of ESP attention beside Sinkhorn (the paper's table shape)",
     ),
+    "parallel": (parallel.run, "losses on one device, sharded and under pmap, side by side"),
+    "loop": (loop.run, "the training loop against the bare step, and its share of input"),
     "import": (imports.run, "seconds that `import asap_jax` adds"),
 }
 """From a name to the function that runs it and what it measures."""

@@ -1,0 +1,190 @@
+"""Devices and hosts: the same training, whoever takes which part of a batch."""
+
+import dataclasses
+import functools
+import json
+import socket
+import subprocess
+import sys
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import asap_jax as aj
+from train import compiling, data, loop, models, parallel
+from train import step as steps
+from train.bench import parallel as side_by_side
+from train.data import Batches
+from train.extras import UserError
+
+
+@pytest.fixture(scope="module")
+def recipe(minute):
+    return dataclasses.replace(minute, epochs=1, batch_size=40)
+
+
+def first_moments(way, recipe, examples, accumulate=1):
+    """Adam's first moments and the losses of three steps: the moments are mean gradients."""
+    devices = side_by_side.WAYS[way](recipe.batch_size)
+    batches = Batches(examples, recipe.inputs, recipe.batch_size, seed=0)
+    tx = steps.optimizer(recipe, batches.steps_per_epoch)
+    state = steps.create(models.build(recipe), tx, recipe.example_inputs(), seed=0)
+    state = devices.place(jax.tree.map(np.asarray, state))
+    model_at = models.training(recipe, 3)
+    take_step = devices.compile(
+        functools.partial(steps.train_step, model_at=model_at, tx=tx, accumulate=accumulate)
+    )
+    losses = []
+    for index in range(3):
+        state, metrics = take_step(state, *map(devices.feed, batches.at(index)))
+        losses.append(float(devices.read(jax.block_until_ready(metrics))["loss"]))
+    return losses, devices.read(state).opt_state[0].mu
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("way", list(parallel.WAYS))
+def test_two_devices_take_the_steps_of_one(recipe, examples, way, accumulate):
+    assert jax.device_count() == 2
+    losses, moments = first_moments(way, recipe, examples, accumulate)
+    expected, whole = first_moments("one device", recipe, examples)
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+    chex.assert_trees_all_close(moments, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["softmax", "diff", "esp_annealed"])
+def test_every_family_trains_alike_on_two_devices(recipe, examples, family):
+    other = dataclasses.replace(recipe, attention=family)
+    losses, moments = first_moments("jit", other, examples)
+    expected, whole = first_moments("one device", other, examples)
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+    chex.assert_trees_all_close(moments, whole, atol=1e-5)
+
+
+def test_mixed_precision_keeps_parameters_and_moments_in_float32(recipe, examples):
+    mixed = dataclasses.replace(recipe, compute_dtype="bfloat16")
+    losses, moments = first_moments("jit", mixed, examples)
+    expected, _ = first_moments("jit", recipe, examples)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(moments))
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
+    assert losses != expected
+
+
+def test_dropout_under_jit_is_that_of_one_device(recipe, examples):
+    wet = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dropout=0.3))
+    losses, _ = first_moments("jit", wet, examples)
+    np.testing.assert_allclose(losses, first_moments("one device", wet, examples)[0], atol=1e-5)
+    assert not np.allclose(losses, first_moments("jit", recipe, examples)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("way", list(parallel.WAYS.values()))
+def test_a_batch_that_does_not_share_out_evenly_is_refused(way):
+    with pytest.raises(UserError, match=r"batch_size 7 does not share out evenly among 2 devices"):
+        way(7)
+
+
+def test_a_run_may_go_on_in_the_other_way(recipe, examples, tmp_path):
+    whole = loop.train(recipe, examples, tmp_path / "whole")
+    loop.train(recipe, examples, tmp_path / "parts", stop_after=2)
+    parts = loop.train(recipe, examples, tmp_path / "parts", resume=True, way="pmap")
+    assert whole.step == parts.step == 5
+    losses = [
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+        for name in ("whole", "parts")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_the_parts_of_a_batch_are_the_batch(minute, examples):
+    pixels = dataclasses.replace(minute.pixels, shift=2, flip=True)
+    batches = Batches(examples, pixels, 20, seed=3)
+    whole = batches.at(5)
+    parts = [batches.at(5, (index, 4)) for index in range(4)]
+    for i in range(2):
+        np.testing.assert_array_equal(np.concatenate([part[i] for part in parts]), whole[i])
+
+
+def test_losses_are_printed_side_by_side(capsys):
+    found = side_by_side.run(2)
+    text = capsys.readouterr().out
+    assert "one device" in text
+    assert text.count("of one device") == 2
+    for losses in found.values():
+        np.testing.assert_allclose(losses, found["one device"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None, 2, None), "need --coordinator"),
+        (("localhost:1", 2, None), "needs --num-processes and --process-id"),
+    ],
+)
+def test_settings_of_hosts_that_do_not_fit_are_named(given, message):
+    with pytest.raises(UserError, match=message):
+        parallel.connect(*given)
+
+
+HOST = """
+import json, pathlib, sys
+import jax
+from train import compiling, data, loop, parallel
+from train.recipe import Recipe
+
+jax.config.update("jax_num_cpu_devices", 1)
+folder, port, index = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+parallel.connect(f"localhost:{port}", 2, index)
+assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 2, 1)
+recipe = Recipe.from_json(json.loads((folder / "recipe.json").read_text()))
+examples = data.load("fashion_mnist", "train[:200]", data.PACKAGED)
+for way in parallel.WAYS:
+    loop.train(recipe, examples, folder / way, way=way, stop_after=3)
+    trained = loop.train(recipe, examples, folder / way, way=way, resume=True)
+result = compiling.compile_teacher(trained, examples, num_images=160)
+(state, *_) = result.states.values()
+numbers = state.predictor.head.coefficients.tolist()
+(folder / f"coefficients-{index}.json").write_text(json.dumps(numbers))
+"""
+
+
+def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_json()))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    root = data.PACKAGED.parent.parent
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOST, str(tmp_path), port, str(index)],
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    told = [host.communicate(timeout=240)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], told
+    assert "train demo: 5/5" in told[0]
+    assert "train demo" not in told[1]
+    alone = loop.train(recipe, examples, tmp_path / "alone")
+    expected = [json.loads(x) for x in (tmp_path / "alone/metrics.jsonl").read_text().splitlines()]
+    for way in parallel.WAYS:
+        lines = [json.loads(x) for x in (tmp_path / way / "metrics.jsonl").read_text().splitlines()]
+        assert lines[-1]["step"] == 5
+        assert lines[-1]["loss"] == pytest.approx(expected[-1]["loss"], abs=1e-5)
+    coefficients = [
+        np.array(json.loads((tmp_path / f"coefficients-{index}.json").read_text()))
+        for index in range(2)
+    ]
+    np.testing.assert_array_equal(*coefficients)
+    batches = list(compiling.calibration_batches(alone, examples, 160))
+    calibration = aj.linen.Calibration(models.build(recipe), aj.Options(seed=alone.seed))
+    for share in (batches[0::2], batches[1::2]):  # each process holds its own second batch out
+        kept = [x for i, x in enumerate(share) if not aj.fitting.is_held_out(i, 0.2)]
+        for batch in kept:
+            calibration.add(alone.variables, batch)
+    result = calibration.finish(alone.variables, batches[:1])
+    (state, *_) = result.states.values()
+    np.testing.assert_allclose(coefficients[0], state.predictor.head.coefficients, atol=1e-4)
