@@ -73,12 +73,10 @@ def run(recipe: Recipe, split: Split) -> tuple[float, float]:
     def score(params, x, labels):
         return accuracy(x @ np.asarray(params[0]) + np.asarray(params[1]), labels)
 
-    held_out = {
-        decay: score(
-            fit(x[:kept], labels[:kept], recipe.num_classes, decay), x[kept:], labels[kept:]
-        )
-        for decay in DECAYS
-    }
+    held_out = {}
+    for decay in DECAYS:
+        params = fit(x[:kept], labels[:kept], recipe.num_classes, decay)
+        held_out[decay] = score(params, x[kept:], labels[kept:])
     best = max(held_out, key=held_out.get)
     params = fit(x, labels, recipe.num_classes, best)
     return score(params, features(recipe, split.test), split.test.labels), best

@@ -99,7 +99,7 @@ def continue_training(
         updates, state = tx.update(gradient, state, variables)
         return optax.apply_updates(variables, updates), state, loss
 
-    batches = Batches(examples, recipe.pixels, recipe.batch_size, seed)
+    batches = Batches(examples, recipe.inputs, recipe.batch_size, seed)
     state, total = tx.init(variables), epochs * batches.steps_per_epoch
     with progress.bar(title, total) as report:
         for count in range(total):
@@ -147,7 +147,7 @@ def run(
         **settings,
     )
     apply = jax.jit(models.build(recipe).apply)
-    images = recipe.pixels.normalise(test.images)
+    images = recipe.inputs.prepare(test)
 
     def accuracy(variables) -> float:
         logits = teachers.predict(apply, variables, images)

@@ -78,8 +78,8 @@ def run(count: int = STEPS) -> Speed:
     )
     print(
         f"{recipe.name}: bare step {speed.bare:.1f} steps/s, training loop {speed.loop:.1f} "
-        f"({speed.bare / speed.loop:.2f} times the bare step's time), {speed.input_share:.1%} of it "
-        f"waiting for input; medians of {ROUNDS} runs of {count} steps"
+        f"({speed.bare / speed.loop:.2f} times the bare step's time), {speed.input_share:.1%} "
+        f"of it waiting for input; medians of {ROUNDS} runs of {count} steps"
     )
     print("; ".join(f"{name}: {value}" for name, value in machine.facts().items()))
     return speed
