@@ -5,6 +5,7 @@ itself produced there; the attention columns are means over all cases (the paper
 benchmark).  Accuracy, agreement and time are of the whole model.
 """
 
+import collections
 import functools
 from collections.abc import Sequence
 
@@ -41,8 +42,10 @@ def capture(teacher: Operator, images: np.ndarray) -> dict:
     return {path[:-1]: record for path, record in flat.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("attend", "reference", "key_mass"))
-def case_metrics(record, state, *, attend, reference, key_mass) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("attend", "reference", "key_mass", "plan_kl"))
+def case_metrics(
+    record, state, *, attend, reference, key_mass, plan_kl=False
+) -> dict[str, jax.Array]:
     """Fidelity and balance of one operator on one case.
 
     Args:
@@ -51,20 +54,24 @@ def case_metrics(record, state, *, attend, reference, key_mass) -> dict[str, jax
       attend: the operator's, see ``Operator``.
       reference: the teacher's.
       key_mass: the teacher's convention for column sums.
+      plan_kl: also measure the divergence of the teacher's plan from the operator's.
 
     Returns:
-      Scalars ``rel_l2``, ``output_rmse``, ``row_error`` and ``column_error``.
+      Scalars ``rel_l2``, ``output_rmse``, ``row_error`` and ``column_error``, and ``plan_kl``.
     """
     inputs = operators.inputs_of(record)
     output, weights = attend(state, *inputs)
     true_output, true_weights = reference(None, *inputs)
     query_valid, key_valid, target = marginals(record, key_mass)
-    return {
+    values = {
         "rel_l2": aj.metrics.attention_rel_l2(weights, true_weights),
         "output_rmse": aj.metrics.output_rmse(output, true_output),
         "row_error": aj.metrics.row_error(weights, query_valid),
         "column_error": aj.metrics.column_error(weights, key_valid, target),
     }
+    if plan_kl:
+        values["plan_kl"] = aj.metrics.plan_kl(weights, true_weights)
+    return values
 
 
 def marginals(record, key_mass: str):
@@ -83,15 +90,20 @@ def marginals(record, key_mass: str):
     return query_valid, key_valid, counts[0] / counts[1] if key_mass == "balanced" else 1.0
 
 
-def attention_columns(
-    rows: Sequence[Operator], teacher: Operator, recipe: Recipe, images: np.ndarray, report
-) -> tuple[dict[str, dict[str, float]], int]:
-    """Means of ``case_metrics`` over all cases, by row name, and the number of cases."""
-    sums: dict[str, dict[str, float]] = {row.name: {} for row in rows}
-    cases = done = 0
+def case_values(
+    rows: Sequence[Operator],
+    teacher: Operator,
+    recipe: Recipe,
+    images: np.ndarray,
+    report,
+    *,
+    plan_kl: bool = False,
+) -> dict[str, dict[str, list[float]]]:
+    """``case_metrics`` of all cases, by row name and metric, in the order of the batches."""
+    found = {row.name: collections.defaultdict(list) for row in rows}
+    done = 0
     for start in range(0, len(images), BATCH_SIZE):
         records = capture(teacher, images[start : start + BATCH_SIZE])
-        cases += len(records)
         for row in rows:
             for path, record in records.items():
                 values = case_metrics(
@@ -100,15 +112,52 @@ def attention_columns(
                     attend=row.attend,
                     reference=teacher.attend,
                     key_mass=recipe.spec.key_mass,
+                    plan_kl=plan_kl,
                 )
                 for name, value in values.items():
-                    sums[row.name][name] = sums[row.name].get(name, 0.0) + float(value)
+                    found[row.name][name].append(float(value))
             done += 1
             report(done, f"attention under {row.name}")
+    return found
+
+
+def attention_columns(
+    rows: Sequence[Operator], teacher: Operator, recipe: Recipe, images: np.ndarray, report
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Means of ``case_metrics`` over all cases, by row name, and the number of cases."""
+    found = case_values(rows, teacher, recipe, images, report)
     means = {
-        row: {name: total / cases for name, total in values.items()} for row, values in sums.items()
+        row: {name: float(np.mean(values)) for name, values in metrics.items()}
+        for row, metrics in found.items()
     }
-    return means, cases
+    return means, len(found[rows[0].name]["rel_l2"])
+
+
+def logit_kl(logits: np.ndarray, reference: np.ndarray) -> float:
+    """Mean ``KL(softmax(reference) || softmax(logits))`` in nats; both ``(examples, classes)``."""
+    ours, theirs = (_log_softmax(np.asarray(x, np.float64)) for x in (logits, reference))
+    return float(np.mean(np.sum(np.exp(theirs) * (theirs - ours), axis=-1)))
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def score_spread(record, *, spec: aj.SinkhornSpec) -> jax.Array:
+    """Standard deviation of the scores that the mask lets through, mean over heads.
+
+    Args:
+      record: what a layer attended to, see ``capture``.
+      spec: the teacher's, for the scale of the scores.
+    """
+    q, k = (jnp.swapaxes(x, -2, -3) for x in (record.query, record.key))
+    scores = aj.scores(q, k, scale=spec.scale, bias=record.bias)
+    mask = True if record.mask is None else record.mask > 0
+    active = jnp.broadcast_to(mask, scores.shape) & jnp.isfinite(scores)
+    by_head = tuple(axis for axis in range(scores.ndim) if axis != scores.ndim - 3)
+    return jnp.mean(jnp.std(scores, axis=by_head, where=active))
 
 
 def measure(

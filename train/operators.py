@@ -69,7 +69,7 @@ def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -
       variables: the teacher's.
       budgets: numbers of Sinkhorn steps.
     """
-    rows = [_plain("softmax swap", recipe, variables, lambda layer: aj.softmax_attention)]
+    rows = [_softmax("softmax swap", recipe, variables)]
     for steps in budgets:
         spec = dataclasses.replace(recipe.spec, num_steps=steps)
         rows.append(_sinkhorn(f"Sinkhorn S={steps}", recipe, variables, spec))
@@ -91,8 +91,9 @@ def compiled_row(
 ) -> Operator:
     """Compiled variables as a row, with the ending ``closures``, or each layer's own."""
     ended = variables if closures is None else with_closures(variables, closures)
-    attend = functools.partial(_asap, recipe.spec)
-    return Operator(name, models.build(recipe), ended, attend, _states(ended))
+    return Operator(
+        name, models.build(recipe), ended, _attend_compiled(recipe.spec), _states(ended)
+    )
 
 
 def teacher(recipe: Recipe, variables: dict) -> Operator:
@@ -108,30 +109,43 @@ def _states(variables: dict) -> dict:
     return {path[:-1]: state for path, state in flat.items()}
 
 
-def _plain(name, recipe, variables, factory) -> Operator:
+# An operator's ``attend`` is the same function for every teacher of one convention, so that seeds
+# share their compiled programs.
+
+
+def _softmax(name, recipe, variables) -> Operator:
     params = {"params": variables["params"]}
+    model = models.build(recipe, models.attention("softmax", recipe.spec))
+    return Operator(name, model, params, _attend_softmax)
 
-    def attend(state, *inputs):
-        return factory(0)(*inputs, return_weights=True)
 
-    return Operator(name, models.build(recipe, factory), params, attend)
+def _attend_softmax(state, *inputs):
+    return aj.softmax_attention(*inputs, return_weights=True)
 
 
 def _sinkhorn(name, recipe, variables, spec) -> Operator:
     params = {"params": variables["params"]}
+    model = models.build(recipe, models.attention("sinkhorn", spec))
+    return Operator(name, model, params, _attend_sinkhorn(spec))
 
+
+@functools.cache
+def _attend_sinkhorn(spec):
     def attend(state, *inputs):
         return aj.sinkhorn_attention(*inputs, spec=spec, return_weights=True)
 
-    factory = models.attention("sinkhorn", spec)
-    return Operator(name, models.build(recipe, factory), params, attend)
+    return attend
 
 
-def _asap(spec, state, *inputs):
-    return aj.asap_attention(
-        *inputs,
-        predictor=state.predictor,
-        spec=spec,
-        closures=state.closures,
-        return_weights=True,
-    )
+@functools.cache
+def _attend_compiled(spec):
+    def attend(state, *inputs):
+        return aj.asap_attention(
+            *inputs,
+            predictor=state.predictor,
+            spec=spec,
+            closures=state.closures,
+            return_weights=True,
+        )
+
+    return attend

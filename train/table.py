@@ -71,31 +71,18 @@ class Table:
 
     def print(self, console) -> None:
         """Prints it to a rich console."""
-        drawn = need("rich.table").Table(
-            title=self.title,
-            title_style="bold",
-            box=need("rich.box").SIMPLE_HEAD,
-            pad_edge=False,
-            padding=(0, 0, 0, 1),
-        )
-        drawn.add_column("attention", no_wrap=True)
-        for heading, _ in COLUMNS.values():
-            drawn.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
-        for row in self.rows:
-            drawn.add_row(*row.cells())
-        console.print(drawn, soft_wrap=False)
+        headings = ["attention", *(heading for heading, _ in COLUMNS.values())]
+        draw(console, self.title, headings, [row.cells() for row in self.rows])
         for name, fact in self.facts.items():
             console.print(f"{name}: {fact}", markup=False)
 
     def markdown(self) -> str:
         """The table as Markdown, its facts below it."""
-        headings = ["attention"] + [heading for heading, _ in COLUMNS.values()]
+        headings = ["attention", *(heading for heading, _ in COLUMNS.values())]
         lines = [
             f"# {self.title}",
             "",
-            f"| {' | '.join(headings)} |",
-            f"| --- |{' ---: |' * len(COLUMNS)}",
-            *(f"| {' | '.join(row.cells())} |" for row in self.rows),
+            *markdown_lines(headings, [row.cells() for row in self.rows]),
             "",
             *(f"- {name}: {fact}" for name, fact in self.facts.items()),
         ]
@@ -110,3 +97,29 @@ class Table:
         text.write_text(self.markdown())
         values.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
         return text, values
+
+
+def draw(console, title: str, headings: list[str], rows: list[list[str]], *, gap: int = 2) -> None:
+    """Prints cells to a rich console, ``gap`` (1 or 2) apart: names, then columns of numbers."""
+    drawn = need("rich.table").Table(
+        title=title,
+        title_style="bold",
+        box=need("rich.box").SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 0, 0, gap - 1),
+    )
+    drawn.add_column(headings[0], no_wrap=True)
+    for heading in headings[1:]:
+        drawn.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    for cells in rows:
+        drawn.add_row(*cells)
+    console.print(drawn, soft_wrap=False)
+
+
+def markdown_lines(headings: list[str], rows: list[list[str]]) -> list[str]:
+    """The same as lines of a Markdown table."""
+    return [
+        f"| {' | '.join(headings)} |",
+        f"| --- |{' ---: |' * (len(headings) - 1)}",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+    ]

@@ -1,5 +1,6 @@
 """Models of the paper's experiments, built on Flax's stock attention."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,6 +14,7 @@ ESP_SCHEDULES = {"esp": "init", "esp_annealed": "sharp"}
 """Family: name of the schedule of SoftSort's temperature while training."""
 
 
+@functools.cache  # equal models of one family and convention share their compiled programs
 def attention(family: str, spec: aj.SinkhornSpec) -> AttentionFactory:
     """What builds one layer's attention weights, as they are at evaluation.
 
