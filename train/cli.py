@@ -5,7 +5,18 @@ import pathlib
 import sys
 
 import asap_jax as aj
-from train import bench, commands, compiling, loop, parallel, recipe, recipes, refresh, runs
+from train import (
+    bench,
+    commands,
+    compiling,
+    loop,
+    parallel,
+    recipe,
+    recipes,
+    refresh,
+    runs,
+    study,
+)
 from train.data import VARIABLE
 from train.extras import UserError
 
@@ -26,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     _add_compile(subs)
     _add_evaluate(subs)
     _add_ablate(subs)
+    _add_study(subs)
     _add_refresh(subs)
     _add_bench(subs)
     return top
@@ -274,6 +286,54 @@ def _add_ablate(subs) -> None:
     )
     sub.add_argument(
         "--out", type=pathlib.Path, help="folder for ablations.md and .json (default: RUN)"
+    )
+
+
+def _add_study(subs) -> None:
+    sub = _command(
+        subs,
+        "study",
+        commands.study,
+        "measure operators side by side on several teachers and seeds",
+        "fidelity: softmax, Sinkhorn budgets, the paper's ASAP, moments and the automatic recipe "
+        "for 1, 2 and 3 closures on every teacher; medians and ranges over the seeds of a recipe, "
+        "as tables and as a plot of attention rel-l2 over closures.",
+    )
+    sub.add_argument("what", choices=("fidelity",))
+    runs_given = sub.add_argument(
+        "folders",
+        metavar="RUN",
+        nargs="+",  # unlike "*" it can follow an option
+        default=[],
+        type=pathlib.Path,
+        help="run folders of `train`",
+    )
+    runs_given.required = False  # the command says what to do without any
+    _add_data_dir(sub)
+    sub.add_argument(
+        "--test-examples",
+        type=_positive,
+        default=study.TEST_EXAMPLES,
+        metavar="N",
+        help="test examples to measure on, at most (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--calibration",
+        type=_positive,
+        default=compiling.NUM_IMAGES,
+        metavar="N",
+        help="training examples to fit on (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--thorough",
+        action="store_true",
+        help="let the automatic recipe try the candidates that take long to fit too",
+    )
+    sub.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=runs.DEFAULT / "study",
+        help="folder for study.md, .json and .png (default: %(default)s)",
     )
 
 

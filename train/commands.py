@@ -27,6 +27,9 @@ from train import (
 from train import (
     refresh as refreshing,
 )
+from train import (
+    study as studies,
+)
 from train.extras import UserError
 from train.teacher import Split, Teacher
 
@@ -144,6 +147,21 @@ def ablate(options) -> None:
         print(line)
     for written in table.write(options.out or options.folder, name="ablations"):
         print(f"wrote {written}")
+
+
+def study(options) -> None:
+    """Measures operators on several teachers, prints the tables and writes them with a plot."""
+    found, written = studies.run(
+        options.folders,
+        options.data_dir,
+        options.out,
+        test_examples=options.test_examples,
+        num_images=options.calibration,
+        thorough=options.thorough,
+    )
+    found.print(progress.console())
+    for path in written:
+        print(f"wrote {path}")
 
 
 def refresh(options) -> None:

@@ -1,0 +1,92 @@
+"""The operators that a study compares on one teacher, fitted."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import asap_jax as aj
+from train import compiling, demo, operators
+from train.data import Examples
+from train.operators import Operator
+from train.teacher import Teacher
+
+BUDGETS = (2, 3, 4, 5, 6)
+CLOSURES = (1, 2, 3)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """One operator to measure; ``ends`` is its last step, the rest as of ``Measured``."""
+
+    operator: Operator
+    family: str
+    closures: int
+    ends: str
+    chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def entries(
+    trained: Teacher,
+    examples: Examples,
+    num_images: int,
+    candidates: Sequence[aj.Candidate],
+    report: Callable[[int, str], None] = lambda done, note: None,
+) -> list[Entry]:
+    """Everything that is measured on one teacher, fitted.
+
+    Args:
+      trained: a teacher of two Sinkhorn steps or more.
+      examples: the training split; labels are not looked at.
+      num_images: calibration examples.
+      candidates: of the automatic recipe, which keeps the best whatever time it takes.
+      report: called with the number of fits done.
+    """
+    recipe, spec = trained.recipe, trained.recipe.spec
+    budgets = tuple(steps for steps in BUDGETS if steps < spec.num_steps)
+    counts = closure_counts(spec)
+    softmax, *sinkhorn = operators.swaps(recipe, trained.variables, budgets)
+    found = [Entry(softmax, "softmax", 1, "row")]
+    for steps, row in zip(budgets, sinkhorn, strict=True):
+        ends = dataclasses.replace(spec, num_steps=steps).last_step
+        found.append(Entry(row, "Sinkhorn", steps, ends))
+    fit = lambda options: compiling.compile_teacher(
+        trained, examples, options, num_images=num_images
+    )
+    paper = fit(aj.Options(seed=trained.seed))
+    rows = operators.compiled(recipe, paper.variables)
+    found += [compiled_entry(row, "ASAP (paper)", spec) for row in rows]
+    report(1, "ASAP")
+    rows = demo.moment_rows(trained, examples, counts, num_images)
+    found += [compiled_entry(row, "Moments", spec) for row in rows]
+    report(2, "moments")
+    for done, count in enumerate(counts, 3):
+        options = aj.Options(
+            seed=trained.seed,
+            recipe="auto",
+            closures=count,
+            ladder=(count,),
+            candidates=candidates,
+            time_limit=None,
+        )
+        result = fit(options)
+        name = f"Auto, {count} closure{'s' if count > 1 else ''}"
+        row = operators.compiled_row(name, recipe, result.variables, count)
+        chosen = {path: str(one.fit["candidate"]) for path, one in result.report.layers.items()}
+        found.append(compiled_entry(row, "Auto", spec, chosen))
+        report(done, name)
+    return found
+
+
+def closure_counts(spec: aj.SinkhornSpec) -> list[int]:
+    """Those of ``CLOSURES`` that are fewer than the teacher's steps."""
+    return [count for count in CLOSURES if count < spec.num_steps]
+
+
+def compiled_entry(
+    row: Operator, family: str, spec: aj.SinkhornSpec, chosen: dict[str, str] | None = None
+) -> Entry:
+    """The entry of a compiled row; all its layers have the same closures."""
+    state = next(iter(row.states.values()))
+    side = state.predictor.side
+    count = aj.attention.num_closures(state.closures, side, spec)
+    ends = "column" if (side == "query") == (count % 2 == 1) else "row"
+    return Entry(row, family, count, ends, chosen or {})

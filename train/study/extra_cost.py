@@ -1,0 +1,74 @@
+"""What predicting a dual costs beside attention itself, counted and not timed.
+
+The unit is a score product: the ``N M d`` multiply-adds of one head's scores.  Counted are the
+multiply-adds of all matrix products as they are traced.  Not counted are element-wise work,
+exponentials and sorts, so slices, which sort, cost more than their count says; nor the closures,
+each of which passes over the ``N x M`` scores once.
+"""
+
+import asap_jax as aj
+
+OTHER = {"query": "key", "key": "query"}
+
+
+def score_products(
+    predictor: aj.Predictor, num_queries: int, num_keys: int, head_dim: int
+) -> float:
+    """Multiply-adds of a prediction, in score products of a head.
+
+    Args:
+      predictor: slices, moments and codebooks under a linear head or one with a hidden layer;
+        with the corrections of its chain.
+      num_queries, num_keys, head_dim: N, M and d of the layer.
+
+    Raises:
+      TypeError: a family of features that is not counted here.
+    """
+    lengths = {"query": num_queries, "key": num_keys}
+    side = predictor.side
+    total = _prediction(predictor, lengths[side], lengths[OTHER[side]], head_dim)
+    for correction in predictor.corrections:
+        side = OTHER[side]  # the side of the dual that the closure gave
+        own, other = lengths[side], lengths[OTHER[side]]
+        total += own  # times the coefficient of that dual
+        total += sum(_family(f, own, other, head_dim, True) for f in correction.features)
+    return total / (num_queries * num_keys * head_dim)
+
+
+def _prediction(predictor, own: int, other: int, d: int) -> int:
+    """Multiply-adds of one head, for ``own`` tokens of its side and ``other`` of the other."""
+    head = predictor.head
+    linear = isinstance(head, aj.LinearHead)
+    total = sum(_family(family, own, other, d, linear) for family in predictor.features)
+    if linear:
+        return total
+    width, hidden = head.hidden.shape[-2:]
+    return total + own * (width + width * hidden + hidden)
+
+
+def _family(family, own: int, other: int, d: int, linear: bool) -> int:
+    """Multiply-adds of a family's features, and of their combination under a linear head."""
+    if isinstance(family, aj.SlicedPotentials):
+        slices = family.directions.shape[-2]
+        return (own + other) * slices * d + (own * slices if linear else 0)
+    if isinstance(family, aj.Moments):
+        return _moments(family, own, other, d, linear)
+    if isinstance(family, aj.Codebook):
+        return _codebook(family, own, other, d)
+    raise TypeError(f"the cost of {type(family).__name__} features is not known")
+
+
+def _moments(family, own, other, d, linear) -> int:
+    """Both covariances; then one folded form ``u.a + u'Bu``, or every feature by itself."""
+    covariances = (own + other) * d**2
+    if linear:
+        return covariances + d**3 + d**2 + own * d**2
+    return covariances + 2 * own * d**2 + (5 if family.absolute else 3) * own * d
+
+
+def _codebook(family, own, other, d) -> int:
+    """Tangents at the own side's centres, mixtures at the other's, and the inner prediction."""
+    centres, other_centres = family.own.shape[-2], family.other.shape[-2]
+    tangents = centres * (2 * own + 2 * other)
+    mixtures = other_centres * (2 * own + 3 * other)
+    return (tangents + mixtures) * d + _prediction(family.inner, other, own, d)

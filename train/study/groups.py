@@ -1,0 +1,79 @@
+"""Which teachers a study takes, and which of them differ in nothing but the seed."""
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from train import teacher as teachers
+from train.extras import UserError
+from train.recipe import Recipe
+from train.teacher import Teacher
+
+
+def load(folders: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, Teacher]]:
+    """The teachers of the run folders.
+
+    Raises:
+      UserError: no folder, one without a checkpoint, or a teacher that cannot be compiled.
+    """
+    if not folders:
+        raise UserError(
+            "no run folder was given: train teachers with `python -m train train RECIPE --seed N` "
+            "and name their run folders"
+        )
+    found = [(folder, teachers.load(folder)) for folder in folders]
+    for folder, trained in found:
+        recipe = trained.recipe
+        if recipe.attention != "sinkhorn":
+            raise UserError(
+                f"{folder} was trained with {recipe.attention} attention: leave it out, or train "
+                f"it with --attention sinkhorn"
+            )
+        if recipe.spec.num_steps < 2:
+            raise UserError(
+                f"{folder} has a budget of 1 Sinkhorn step, which is softmax: leave it out, or "
+                f"train it with --num-steps 2 or more"
+            )
+    return found
+
+
+def groups_of(
+    found: Sequence[tuple[pathlib.Path, Teacher]],
+) -> dict[str, list[tuple[pathlib.Path, Teacher]]]:
+    """Teachers of one recipe together, under what tells their group from the others.
+
+    A label has recipe, preset, steps and learning rate, and whatever else differs.
+
+    Raises:
+      UserError: two teachers of one group have the same seed.
+    """
+    groups = collections.defaultdict(list)
+    for folder, trained in found:
+        bare = dataclasses.replace(trained.recipe, summary="", cost="", expected="")
+        for other, known in groups[bare]:
+            if known.seed == trained.seed:
+                raise UserError(
+                    f"{other} and {folder} are the same teacher of seed {trained.seed}: leave one "
+                    f"out, or train one with another --seed"
+                )
+        groups[bare].append((folder, trained))
+    alike = collections.defaultdict(list)
+    for recipe in groups:
+        alike[_label(recipe)].append(recipe)
+    return {
+        _label(recipe) + _further(recipe, alike[_label(recipe)]): members
+        for recipe, members in groups.items()
+    }
+
+
+def _label(recipe: Recipe) -> str:
+    steps, rate = recipe.spec.num_steps, recipe.learning_rate
+    return f"{recipe.name} ({recipe.preset}), S={steps}, learning rate {rate:g}"
+
+
+def _further(recipe: Recipe, alike: Sequence[Recipe]) -> str:
+    """The settings in which recipes of one label differ, with this recipe's values."""
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    differ = [name for name in names if len({getattr(one, name) for one in alike}) > 1]
+    return "".join(f", {name} {getattr(recipe, name)}" for name in differ)
