@@ -128,7 +128,8 @@ def test_the_automatic_recipe_says_what_it_kept(done):
     for row in group.teachers[0].rows:
         assert len(row.chosen) == (1 if row.family == "Auto" else 0)
         assert set(row.chosen.values()) <= {"plain", "pooled"}
-    assert sum("(layers)" in name for name in group.facts) == 1
+    (kept,) = row.chosen.values()
+    assert group.facts["Auto, 2 closures: kept"] == f"{kept!r} in 1 of 1 layers"
 
 
 def test_only_predictions_cost_extra(values):

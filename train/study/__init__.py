@@ -73,7 +73,7 @@ def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
     seeds = ", ".join(str(one.seed) for one in done)
     used, unit = min(test_examples, len(split.test)), split.test.unit
     facts = {
-        "seeds": f"{len(done)} ({seeds}): medians, and the range from lowest to highest",
+        "seeds": f"{seeds}; of several, the median and the range from lowest to highest",
         "teacher accuracy": f"{spread('accuracy', '{:.3f}')} on all {len(split.test)} test {unit}",
         "score standard deviation": spread("score_std", "{:.2f}"),
     }
@@ -90,8 +90,8 @@ def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
             counts[row.name].update(row.chosen.values())
     for name, counted in counts.items():
         if counted:
-            kept = ", ".join(f"{candidate!r} {n}" for candidate, n in counted.most_common())
-            facts[f"{name} (layers)"] = kept
+            kept = (f"{candidate!r} in {n}" for candidate, n in counted.most_common())
+            facts[f"{name}: kept"] = f"{', '.join(kept)} of {counted.total()} layers"
     facts["data"] = (
         f"{recipe.dataset}, {used} test {unit}, none of them used to fit; {done[0].cases} cases a "
         f"teacher (a batch of up to {fidelity.BATCH_SIZE} at a layer)"
@@ -104,7 +104,7 @@ def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
 def _common_facts(thorough: bool) -> dict[str, str]:
     chosen = "THOROUGH" if thorough else "CANDIDATES"
     return {
-        "*": "ends on the other side than the teacher",
+        "a star": "the operator ends on the other side than the teacher",
         "rel-l2": "of the attention weights, mean and median over cases",
         "extra cost": "multiply-adds of the prediction, in units of the products of one head's "
         "scores (N M d); sorts, exponentials and the closures are not counted",
