@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -182,4 +183,4 @@ def finished_state(recipe):
     from train import step as steps
 
     tx = steps.optimizer(recipe, 1)
-    return steps.create(models.build(recipe), tx, recipe.example_inputs(), seed=0)
+    return steps.create(models.build(recipe), tx, recipe.example_inputs(), jax.random.key(0))
