@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train import compiling, data, loop, models, parallel
+from train import compiling, data, loop, models, parallel, teacher
 from train.bench import parallel as side_by_side
 from train.data import Batches
 from train.extras import UserError
@@ -50,9 +50,8 @@ def test_two_devices_take_the_steps_of_one(recipe, examples, way, accumulate):
     assert_close(first_moments(way, parts, examples), first_moments("alone", recipe, examples))
 
 
-@pytest.mark.parametrize("family", ["diff", "esp_annealed"])
-def test_other_families_train_alike_on_two_devices(recipe, examples, family):
-    other = dataclasses.replace(recipe, attention=family)
+def test_annealing_goes_by_the_step_on_two_devices_too(recipe, examples):
+    other = dataclasses.replace(recipe, attention="esp_annealed")
     assert_close(first_moments("jit", other, examples), first_moments("alone", other, examples))
 
 
@@ -99,8 +98,8 @@ def test_the_parts_of_a_batch_are_the_batch(minute, examples):
         np.testing.assert_array_equal(np.concatenate([part[i] for part in parts]), whole[i])
 
 
-def test_losses_are_printed_side_by_side(capsys):
-    found = side_by_side.run(2)
+def test_losses_are_printed_side_by_side(recipe, capsys):
+    found = side_by_side.run(2, recipe)
     text = capsys.readouterr().out
     assert "alone" in text.splitlines()[0]
     assert text.count("of one device") == 2
@@ -138,9 +137,9 @@ parallel.connect(f"localhost:{port}", 2, index)
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 2, 1)
 recipe = Recipe.from_json(json.loads((folder / "recipe.json").read_text()))
 examples = data.load("fashion_mnist", "train[:200]", data.PACKAGED)
-for way in ("jit", "pmap"):
-    loop.train(recipe, examples, folder / way, way=way, stop_after=3)
-    trained = loop.train(recipe, examples, folder / way, way=way, resume=True)
+loop.train(recipe, examples, folder / "pmap", way="pmap")
+loop.train(recipe, examples, folder / "jit", stop_after=3)
+trained = loop.train(recipe, examples, folder / "jit", resume=True)
 result = compiling.compile_teacher(trained, examples, num_images=160)
 (state, *_) = result.states.values()
 numbers = state.predictor.head.coefficients.tolist()
@@ -179,12 +178,13 @@ def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
         for index in range(2)
     ]
     np.testing.assert_array_equal(*coefficients)
-    batches = list(compiling.calibration_batches(alone, examples, 160))
-    calibration = aj.linen.Calibration(models.build(recipe), aj.Options(seed=alone.seed))
+    trained = teacher.load(tmp_path / "jit")
+    batches = list(compiling.calibration_batches(trained, examples, 160))
+    calibration = aj.linen.Calibration(models.build(recipe), aj.Options(seed=trained.seed))
     for share in (batches[0::2], batches[1::2]):  # each process holds its own second batch out
         kept = [x for i, x in enumerate(share) if not aj.fitting.is_held_out(i, 0.2)]
         for batch in kept:
-            calibration.add(alone.variables, batch)
-    result = calibration.finish(alone.variables, batches[:1])
+            calibration.add(trained.variables, batch)
+    result = calibration.finish(trained.variables, batches[:1])
     (state, *_) = result.states.values()
-    np.testing.assert_allclose(coefficients[0], state.predictor.head.coefficients, atol=1e-4)
+    np.testing.assert_allclose(coefficients[0], state.predictor.head.coefficients, atol=1e-5)

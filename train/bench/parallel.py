@@ -24,7 +24,7 @@ def losses(way: str, recipe: recipes.Recipe, examples: data.Examples, count: int
     return found
 
 
-def run(count: int = STEPS) -> dict[str, list[float]]:
+def run(count: int = STEPS, recipe: recipes.Recipe = recipes.DEMO) -> dict[str, list[float]]:
     """Prints a line a step and the largest differences; gives the losses of every way.
 
     Raises:
@@ -34,7 +34,7 @@ def run(count: int = STEPS) -> dict[str, list[float]]:
         raise UserError(
             "there is one device: on a CPU set JAX_NUM_CPU_DEVICES=2 to share it out among two"
         )
-    recipe = dataclasses.replace(recipes.DEMO, batch_size=8 * jax.device_count())
+    recipe = dataclasses.replace(recipe, batch_size=8 * jax.device_count())
     examples = data.load(recipe.dataset, "train[:500]", data.PACKAGED)
     found = {way: losses(way, recipe, examples, count) for way in parallel.WAYS}
     print("step  " + "  ".join(f"{way:>12}" for way in parallel.WAYS))
