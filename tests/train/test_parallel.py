@@ -167,7 +167,7 @@ def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
     assert [host.returncode for host in hosts] == [0, 0], told
     assert "train demo: 5/5" in told[0]
     assert "train demo" not in told[1]
-    alone = loop.train(recipe, examples, tmp_path / "alone")
+    loop.train(recipe, examples, tmp_path / "alone")
     expected = [json.loads(x) for x in (tmp_path / "alone/metrics.jsonl").read_text().splitlines()]
     for way in ("jit", "pmap"):
         lines = [json.loads(x) for x in (tmp_path / way / "metrics.jsonl").read_text().splitlines()]
