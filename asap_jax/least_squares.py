@@ -49,8 +49,9 @@ class NormalEquations:
         cls, num_features: int, *, num_heads: int | None = None, dtype=jnp.float32
     ) -> NormalEquations:
         """Empty sums for F features, with a leading axis of heads when ``num_heads`` is given."""
-        lead = () if num_heads is None else (num_heads,)
+        lead = () if num_heads is None else (checks.positive_int("num_heads", num_heads),)
         f = checks.positive_int("num_features", num_features)
+        dtype = checks.float_dtype("dtype", dtype)
         return cls(
             jnp.zeros((*lead, f, f), dtype),
             jnp.zeros((*lead, f), dtype),
@@ -98,6 +99,8 @@ class NormalEquations:
         )
 
     def __add__(self, other: NormalEquations) -> NormalEquations:
+        if not isinstance(other, NormalEquations):
+            return NotImplemented
         return jax.tree.map(jnp.add, self, other)
 
     def pooled(self) -> NormalEquations:

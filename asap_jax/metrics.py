@@ -25,6 +25,7 @@ def attention_rel_l2(weights, reference, *, pooled: bool = False) -> jax.Array:
     """
     a, b = _pair("weights", weights, "reference", reference, 2)
     head = a.ndim - 3
+    pooled = checks.static_bool("pooled", pooled)
     axes = None if pooled else tuple(i for i in range(a.ndim) if i != head)
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x), axis=axes))
     return jnp.mean(norm(a - b) / norm(b))
@@ -85,9 +86,14 @@ def entropy(weights, query_valid=None) -> jax.Array:
 
 def _marginal_error(weights, axis, valid, name, target):
     sums = _weights("weights", weights).sum(axis)
-    target = jnp.asarray(target, sums.dtype)
+    target = checks.array("target", target, sums.dtype)
     if target.ndim:
-        target = jnp.broadcast_to(target, sums.shape)
+        try:
+            target = jnp.broadcast_to(target, sums.shape)
+        except ValueError:
+            raise ValueError(
+                f"target of shape {target.shape} does not broadcast to {sums.shape}"
+            ) from None
     return _valid_mean(jnp.abs(sums - target), valid, name)
 
 

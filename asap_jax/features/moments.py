@@ -90,7 +90,7 @@ class Moments:
         no feature is formed. Equal to the features' combination up to a constant per problem.
         """
         t = _moments(q, k, scale, query_valid, key_valid)
-        w = jnp.asarray(coefficients).astype(t.u.dtype)
+        w = checks.array("coefficients", coefficients).astype(t.u.dtype)
         d = t.u.shape[-1]
         if w.ndim == 1:
             w = jnp.broadcast_to(w, (*t.delta.shape[:-1], w.shape[-1]))
