@@ -104,7 +104,7 @@ def key_offset(record: Record) -> tuple[jax.Array, jax.Array]:
         f = duals.query + query_shift(p.q, scale=p.scale)
         g = duals.key + query_shift(p.k, scale=p.scale)
         g = g + masks.masked_mean(f, q_valid, -1)
-        keep = jnp.ones(g.shape, bool) if k_valid is None else k_valid
+        keep = jnp.ones_like(g, bool) if k_valid is None else k_valid
         by_head = tuple(i for i in range(g.ndim) if i != g.ndim - 2)
         total = jnp.sum(jnp.where(keep, g, jnp.zeros_like(g)), axis=by_head)
         return total, jnp.sum(keep, axis=by_head, dtype=g.dtype)

@@ -82,7 +82,7 @@ def design(families: tuple[Any, ...], p, spec, scaling: jax.Array, side: str):
     t = _tokens(p, spec, scaling, side)
     x = features.concatenate(families, t.own, t.other, **t.settings)
     valid = t.settings["query_valid"]
-    valid = jnp.ones(t.dual.shape, bool) if valid is None else valid
+    valid = jnp.ones_like(t.dual, bool) if valid is None else valid
     return jnp.concatenate([t.dual[..., None], x], -1), t.dual, valid
 
 

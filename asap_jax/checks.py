@@ -170,14 +170,18 @@ def random_key(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be one JAX random key, got {given}")
 
 
-def validity(name: str, valid: Any, shape: tuple) -> jax.Array:
-    """``valid`` (bool or 0/1, broadcasting) as a bool array of ``shape``; all True when None."""
+def validity(name: str, valid: Any, like: jax.Array) -> jax.Array:
+    """``valid`` (bool or 0/1, broadcasting) as a bool array of the shape and sharding of ``like``.
+
+    All True when None. Raises TypeError for what is no array, ValueError for another shape.
+    """
+    every = jnp.ones_like(like, bool)
     if valid is None:
-        return jnp.ones(shape, bool)
-    valid = array(name, valid)
+        return every
+    valid, shape = array(name, valid), like.shape
     if valid.ndim > len(shape) or any(
         a not in (1, b) for a, b in zip(valid.shape[::-1], shape[::-1], strict=False)
     ):
         raise ValueError(f"{name} of shape {valid.shape} does not broadcast to {shape}")
     valid = valid.reshape((1,) * (len(shape) - valid.ndim) + valid.shape)
-    return jnp.broadcast_to(valid if valid.dtype == bool else valid != 0, shape)
+    return every & (valid if valid.dtype == bool else valid != 0)

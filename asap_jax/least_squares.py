@@ -76,7 +76,7 @@ class NormalEquations:
                 f"features of shape {x.shape} do not fit normal equations of "
                 f"{self.gram.shape[-1]} features"
             )
-        keep = checks.validity("valid", valid, y.shape)
+        keep = checks.validity("valid", valid, y)
         x = jnp.where(keep[..., None], x, jnp.zeros_like(x))
         y = jnp.where(keep, y, jnp.zeros_like(y))
         heads = self.gram.ndim == 3
@@ -115,7 +115,7 @@ class NormalEquations:
           weigh: linear map ``(..., N, F + 1) -> (..., N, F + 1)``, the product with H.
         """
         x, y = _rows(features, targets)
-        keep = checks.validity("valid", valid, y.shape)
+        keep = checks.validity("valid", valid, y)
         both = jnp.concatenate([x, y[..., None].astype(x.dtype)], -1)
         both = jnp.where(keep[..., None], both, jnp.zeros_like(both)).astype(self.gram.dtype)
         weighed = weigh(both)

@@ -37,7 +37,7 @@ def output_rmse(output, reference, *, query_valid=None) -> jax.Array:
     ``query_valid`` (bool, broadcasting to ``(..., N)``) restricts the mean to those queries.
     """
     a, b = _pair("output", output, "reference", reference, 3)
-    valid = checks.validity("query_valid", query_valid, a.shape[:-2])[..., None, None]
+    valid = checks.validity("query_valid", query_valid, a[..., 0, 0])[..., None, None]
     square = jnp.where(valid, jnp.square(a - b), jnp.zeros_like(a))
     count = valid.sum(dtype=a.dtype) * (a.shape[-1] * a.shape[-2])
     return jnp.sqrt(square.sum() / count)
@@ -98,7 +98,7 @@ def _marginal_error(weights, axis, valid, name, target):
 
 
 def _valid_mean(x, valid, name):
-    keep = checks.validity(name, valid, x.shape)
+    keep = checks.validity(name, valid, x)
     return jnp.where(keep, x, jnp.zeros_like(x)).sum() / keep.sum(dtype=x.dtype)
 
 

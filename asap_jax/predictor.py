@@ -174,7 +174,7 @@ def _as_tuple(name: str, value: Any, wanted: str) -> Any:
     in it.
     """
     value = tuple(value) if isinstance(value, list) else value
-    bare = isinstance(value, (str, Correction)) or hasattr(value, "num_features")
+    bare = isinstance(value, (str, Correction)) or callable(value)
     for part in value if isinstance(value, tuple) else (value,) if bare else ():
         if bare or isinstance(part, (str, int, float)):
             raise TypeError(f"{name} must be a tuple of {wanted}, got {checks.told(part)}")
@@ -294,8 +294,8 @@ def design_matrix(families, side: str, q, k, *, scale=None, query_valid=None, ke
 
 def own_side(side: str, q, k, query_valid, key_valid):
     """``(own, other, own validity, other validity)``: tokens of ``side`` first."""
-    query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
-    key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+    query_valid = checks.validity("query_valid", query_valid, q[..., 0])
+    key_valid = checks.validity("key_valid", key_valid, k[..., 0])
     if side == "key":
         return k, q, key_valid, query_valid
     return q, k, query_valid, key_valid

@@ -84,8 +84,8 @@ class Codebook:
         q, k = checks.real_array("q", q), checks.real_array("k", k)
         checks.heads_last_dim(q, k)
         dtype = accumulation_dtype(q, k)
-        query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
-        key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+        query_valid = checks.validity("query_valid", query_valid, q[..., 0])
+        key_valid = checks.validity("key_valid", key_valid, k[..., 0])
         root = math.sqrt(resolve_scale(scale, q.shape[-1]))
         k = masks.zero_inactive(k.astype(dtype), key_valid)
         if not hasattr(self.inner, "features"):

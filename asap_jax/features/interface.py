@@ -37,7 +37,7 @@ def check_families(name: str, families: Any) -> None:
     """Raises TypeError unless ``families`` is a tuple of feature families."""
     checks.instance(name, families, tuple, "a tuple of feature families")
     for family in families:
-        if isinstance(family, type) or not (callable(family) and hasattr(family, "num_features")):
+        if isinstance(family, type) or not callable(family):
             given = family.__name__ if isinstance(family, type) else checks.told(family)
             raise TypeError(
                 f"{name} must hold feature families, for instance asap_jax.Moments(), got {given}"
