@@ -67,6 +67,7 @@ class Candidate:
     hidden: int = 0
 
     def __post_init__(self):
+        checks.instance("name", self.name, str, "a string")
         for name in ("rounds", "tuned", "hidden"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
