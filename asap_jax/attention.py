@@ -163,13 +163,8 @@ def asap_attention(
     if direct:
         plan = plans.Dense(direct_weights(predictor, p, spec))
     else:
-        dual = predicted_dual(predictor, p, spec)
         corrections = chain.checked(predictor.corrections, num_steps)
-        scaling, side = dual / spec.epsilon, predictor.side
-        if corrections:
-            kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-            target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
-            scaling, side = chain.advance(corrections, p, spec, kernel, scaling, side, target)
+        scaling, side = predicted_scaling(predictor, p, spec)
         plan = _plan(p, spec, scaling, side, num_steps - len(corrections), implementation)
     return outputs.finish(
         p,
@@ -277,6 +272,14 @@ def direct_weights(pair: DualPair, p: inputs.Problem, spec: SinkhornSpec) -> jax
     f, g = (predicted_dual(side, p, spec) for side in (pair.query, pair.key))
     g = g + checks.array("offset", pair.offset).astype(g.dtype)
     return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
+
+
+def predicted_scaling(
+    predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec
+) -> tuple[jax.Array, str]:
+    """The log scaling that the uncorrected closures start from, and its side."""
+    scaling = predicted_dual(predictor, p, spec) / spec.epsilon
+    return chain.advance(predictor.corrections, p, spec, scaling, predictor.side)
 
 
 def predicted_dual(predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:

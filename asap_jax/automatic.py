@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import attention, calibrate, candidates, ctransform, fitting, metrics
+from asap_jax import attention, calibrate, candidates, fitting, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record, stack_mark
 from asap_jax.options import Options
@@ -218,8 +218,7 @@ def _sinkhorn_rel_l2(record, *, small: SinkhornSpec):
 def _zero_rel_l2(record, *, closures: int):
     """As many closures, from the dual 0 on the side that makes them end as the teacher does."""
     p, spec = calibrate.problem(record), record.spec
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-    target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
+    kernel, target = closing.terms(p, spec)
     side = spec.side_before_end(closures)
     zero = jnp.zeros_like(kernel[..., 0] if side == "query" else kernel[..., 0, :])
     weights = closing.finish(kernel, zero, side=side, num_steps=closures, log_target=target)

@@ -37,21 +37,16 @@ def advance(
     corrections: tuple[Correction, ...],
     p: inputs.Problem,
     spec: SinkhornSpec,
-    kernel: jax.Array,
     scaling: jax.Array,
     side: str,
-    log_target,
 ) -> tuple[jax.Array, str]:
     """One closure and its correction after another, from the log ``scaling`` of ``side``.
 
-    Args:
-      corrections: one for every closure to take.
-      kernel: log kernel ``(..., N, M)``.
-      log_target: log column target.
-
-    Returns:
-      The last corrected log scaling and its side.
+    Returns the last corrected log scaling and its side, those given without ``corrections``.
     """
+    if not corrections:
+        return scaling, side
+    kernel, log_target = closures.terms(p, spec)
     for correction in corrections:
         target = log_target if side == "query" else jnp.zeros((), kernel.dtype)
         scaling = ctransform.closure_step(kernel, scaling, closures.AXIS[side], target)

@@ -122,20 +122,6 @@ def make_block(features, target, scores, shift, mask, *, epsilon: float, key_mas
     return Block(features, target, kernel, nu)
 
 
-def whitening(covariance: jax.Array, second: jax.Array, ridge: float) -> jax.Array:
-    """``W (..., F, F)`` with omega = W z, by which ``covariance + ridge I`` is the identity in z.
-
-    ``second`` are the second moments that the covariance is the small remainder of: directions
-    below their rounding are left at that level, so that null directions stay finite.
-    """
-    unit = jnp.broadcast_to(jnp.eye(second.shape[-1], dtype=second.dtype), second.shape)
-    values, vectors = jnp.linalg.eigh(covariance + ridge * unit)
-    info = jnp.finfo(values.dtype)
-    level = jnp.trace(second, axis1=-2, axis2=-1)[..., None] + ridge
-    floor = info.eps * values.shape[-1] * level + info.tiny
-    return vectors / jnp.sqrt(jnp.maximum(values, floor))[..., None, :]
-
-
 def hessian(w, block: Block, epsilon: float):
     """J's Hessian in omega without the ridge (paper, the KL Hessian), ``(F, F)`` or a head each.
 

@@ -95,6 +95,20 @@ def minimise(
     )
 
 
+def whitening(covariance: jax.Array, second: jax.Array, ridge: float) -> jax.Array:
+    """``W (..., F, F)`` with omega = W z, by which ``covariance + ridge I`` is the identity in z.
+
+    ``second`` are the second moments that the covariance is the small remainder of: directions
+    below their rounding are left at that level, so that null directions stay finite.
+    """
+    unit = jnp.broadcast_to(jnp.eye(second.shape[-1], dtype=second.dtype), second.shape)
+    values, vectors = jnp.linalg.eigh(covariance + ridge * unit)
+    info = jnp.finfo(values.dtype)
+    level = jnp.trace(second, axis1=-2, axis2=-1)[..., None] + ridge
+    floor = info.eps * values.shape[-1] * level + info.tiny
+    return vectors / jnp.sqrt(jnp.maximum(values, floor))[..., None, :]
+
+
 def _from_whitened(z, unwhiten):
     exact = jax.lax.Precision.HIGHEST
     return jnp.einsum("...fe,...e->...f", unwhiten, z.reshape(unwhiten.shape[:-1]), precision=exact)
@@ -135,7 +149,7 @@ def _search(evaluate, hessian, start, ridge, max_steps, loop):
     ``loop(condition, body, search)`` runs the search, in Python or as ``lax.while_loop``.
     Returns ``(search, value at the start, gradient norm at omega = 0, whitening)``.
     """
-    unwhiten = kl_plan.whitening(*hessian(start), ridge)
+    unwhiten = whitening(*hessian(start), ridge)
 
     def full(w):
         value, gradient = evaluate(w)
