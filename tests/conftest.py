@@ -21,8 +21,8 @@ if jax.__version_info__ < (0, 11):
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     )
 
-# Most programs are small and compiled more than once:
-# by both processes, by module after module, by the next run. `pytest --cache-clear` forgets them.
+# Many programs are small and compiled more than once: by both processes, by module after module, by
+# the next run. They are kept in .pytest_cache.
 COMPILED = {
     "JAX_COMPILATION_CACHE_DIR": str(TESTS.parent / ".pytest_cache" / "compiled"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
