@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 from flax.core.meta import unbox
 
+from asap_jax import checks
 from asap_jax import linen as aj_linen
 from asap_jax import nnx as aj_nnx
 from asap_jax.capture import CompiledState
@@ -59,6 +60,7 @@ def save(path, result: CompileResult) -> None:
     """
     if not isinstance(result, CompileResult):
         raise TypeError(f"result must be a CompileResult, got {type(result).__name__}")
+    name = _file_name(path)
     teacher = result.variables if result.model is None else result.model
     arrays: dict[str, np.ndarray] = {}
     header = dict(
@@ -72,7 +74,7 @@ def save(path, result: CompileResult) -> None:
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
-    _write(os.fspath(path), buffer.getbuffer())
+    _write(name, buffer.getbuffer())
 
 
 def load(path, *, like):
@@ -90,7 +92,7 @@ def load(path, *, like):
         message names the layer or parameter and both shapes or settings.
       OSError: the file cannot be read.
     """
-    header, arrays = _read(os.fspath(path))
+    header, arrays = _read(_file_name(path))
     framework = _framework(like)
     if header["framework"] != framework:
         raise ValueError(
@@ -324,6 +326,11 @@ def _read(path: str) -> tuple[dict, dict]:
             f"{header['versions'].get('asap_jax')}, this version reads format {FORMAT}"
         )
     return header, arrays
+
+
+def _file_name(path) -> str:
+    checks.instance("path", path, (str, bytes, os.PathLike), "a path")
+    return os.fspath(path)
 
 
 def _write(path: str, data) -> None:

@@ -70,7 +70,7 @@ def sinkhorn_attention(
     Raises:
       ValueError, TypeError: at trace time, naming the argument and both shapes or the setting.
     """
-    _check_spec(spec)
+    checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     p = inputs.make_problem(
         query,
         key,
@@ -140,14 +140,12 @@ def asap_attention(
       ValueError, TypeError: as ``sinkhorn_attention``; closures that the predictor's side does
         not allow.
     """
-    _check_spec(spec)
+    checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     direct = isinstance(closures, str) and closures == "none"
     wanted = DualPair if direct else Predictor
-    if not isinstance(predictor, wanted):
-        raise TypeError(
-            f"predictor must be a {wanted.__name__} for closures={closures!r}, got "
-            f"{type(predictor).__name__}"
-        )
+    checks.instance(
+        "predictor", predictor, wanted, f"a {wanted.__name__} for closures={closures!r}"
+    )
     num_steps = 0 if direct else num_closures(closures, predictor.side, spec)
     p = inputs.make_problem(
         query,
@@ -165,13 +163,8 @@ def asap_attention(
     if direct:
         plan = plans.Dense(direct_weights(predictor, p, spec))
     else:
-        dual = predicted_dual(predictor, p, spec)
         corrections = chain.checked(predictor.corrections, num_steps)
-        scaling, side = dual / spec.epsilon, predictor.side
-        if corrections:
-            kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-            target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
-            scaling, side = chain.advance(corrections, p, spec, kernel, scaling, side, target)
+        scaling, side = predicted_scaling(predictor, p, spec)
         plan = _plan(p, spec, scaling, side, num_steps - len(corrections), implementation)
     return outputs.finish(
         p,
@@ -277,8 +270,16 @@ def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
 def direct_weights(pair: DualPair, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:
     """Weights from two predicted duals, without any c-transform (paper, design table)."""
     f, g = (predicted_dual(side, p, spec) for side in (pair.query, pair.key))
-    g = g + jnp.asarray(pair.offset).astype(g.dtype)
+    g = g + checks.array("offset", pair.offset).astype(g.dtype)
     return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
+
+
+def predicted_scaling(
+    predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec
+) -> tuple[jax.Array, str]:
+    """The log scaling that the uncorrected closures start from, and its side."""
+    scaling = predicted_dual(predictor, p, spec) / spec.epsilon
+    return chain.advance(predictor.corrections, p, spec, scaling, predictor.side)
 
 
 def predicted_dual(predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:
@@ -301,11 +302,6 @@ def predicted_dual(predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec) 
         return dual
     active = p.validity.query if predictor.side == "query" else p.validity.key
     return jnp.where(active, dual, jnp.zeros_like(dual))
-
-
-def _check_spec(spec) -> None:
-    if not isinstance(spec, SinkhornSpec):
-        raise TypeError(f"spec must be a SinkhornSpec, got {type(spec).__name__}")
 
 
 for _function in (sinkhorn_attention, asap_attention):

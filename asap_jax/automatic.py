@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import attention, calibrate, candidates, ctransform, fitting, metrics
+from asap_jax import attention, calibrate, candidates, fitting, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record, stack_mark
 from asap_jax.options import Options
@@ -40,7 +40,7 @@ class AutomaticFit:
 
     @property
     def num_closures(self) -> int:
-        """The budget, or as many closures as the teacher has steps to save."""
+        """The budget; a default one, at most as many closures as the teacher has steps to save."""
         return min(int(self.options.closures), self.spec.num_steps - 1)
 
     def add(self, record: Record, where: str) -> None:
@@ -103,10 +103,16 @@ class AutomaticFit:
                 choice={name: float(s[i]) for name, s in scores.items()},
                 too_slow=tuple(slow),
                 chosen_in_sample=not choice,
+                left_out=self._left_out(),
             )
             for i, numbers in enumerate(figures[chosen])
         ]
         return state, told
+
+    def _left_out(self) -> tuple[int, ...]:
+        """What of the default budget and ladder needs more steps than the teacher has."""
+        wanted = {int(self.options.closures), *self.options.rungs}
+        return tuple(n for n in sorted(wanted) if n >= self.spec.num_steps)
 
     def _too_slow(self, record: Record, names: list[str]) -> list[str]:
         """Those of ``names`` that run beyond the time limit, the fastest first."""
@@ -124,7 +130,7 @@ class AutomaticFit:
 
     def _fits(self, records):
         """``(name, number of closures, [(predictor, figures), ...])`` of every candidate."""
-        rungs = {n for n in (*self.options.ladder, self.num_closures) if n < self.spec.num_steps}
+        rungs = {n for n in (*self.options.rungs, self.num_closures) if n < self.spec.num_steps}
         masked = records[0][0].mask is not None
         for candidate in self._candidates():
             for rung in sorted(rungs):
@@ -212,8 +218,7 @@ def _sinkhorn_rel_l2(record, *, small: SinkhornSpec):
 def _zero_rel_l2(record, *, closures: int):
     """As many closures, from the dual 0 on the side that makes them end as the teacher does."""
     p, spec = calibrate.problem(record), record.spec
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-    target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
+    kernel, target = closing.terms(p, spec)
     side = spec.side_before_end(closures)
     zero = jnp.zeros_like(kernel[..., 0] if side == "query" else kernel[..., 0, :])
     weights = closing.finish(kernel, zero, side=side, num_steps=closures, log_target=target)

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import attention, checks, ctransform, curvature, inputs, kl, masks, metrics
+from asap_jax import attention, checks, ctransform, curvature, inputs, kl_plan, masks, metrics
 from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record
 from asap_jax.least_squares import NormalEquations
@@ -104,7 +104,7 @@ def key_offset(record: Record) -> tuple[jax.Array, jax.Array]:
         f = duals.query + query_shift(p.q, scale=p.scale)
         g = duals.key + query_shift(p.k, scale=p.scale)
         g = g + masks.masked_mean(f, q_valid, -1)
-        keep = jnp.ones(g.shape, bool) if k_valid is None else k_valid
+        keep = jnp.ones_like(g, bool) if k_valid is None else k_valid
         by_head = tuple(i for i in range(g.ndim) if i != g.ndim - 2)
         total = jnp.sum(jnp.where(keep, g, jnp.zeros_like(g)), axis=by_head)
         return total, jnp.sum(keep, axis=by_head, dtype=g.dtype)
@@ -171,12 +171,12 @@ class KLBlocks:
 
     spec: SinkhornSpec
 
-    def __call__(self, item: KLItem) -> kl.Block:
+    def __call__(self, item: KLItem) -> kl_plan.Block:
         """The Block of ``item``."""
         scale = self.spec.score_scale(item.q.shape[-1])
         s = make_scores(item.q, item.k, scale=scale, bias=item.bias)
         shift = query_shift(item.q, scale=scale)
-        return kl.make_block(
+        return kl_plan.make_block(
             item.features,
             item.target,
             s,

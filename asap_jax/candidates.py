@@ -67,6 +67,7 @@ class Candidate:
     hidden: int = 0
 
     def __post_init__(self):
+        checks.instance("name", self.name, str, "a string")
         for name in ("rounds", "tuned", "hidden"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -210,12 +211,8 @@ def correction_sums(
     dual to the teacher's own, ``before_end`` half-steps before the end.
     """
     p, spec = calibrate.problem(record), record.spec
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-    target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
-    scaling = attention.predicted_dual(predictor, p, spec) / spec.epsilon
-    scaling, side = chain.advance(
-        predictor.corrections, p, spec, kernel, scaling, predictor.side, target
-    )
+    kernel, target = closing.terms(p, spec)
+    scaling, side = attention.predicted_scaling(predictor, p, spec)
     log_target = target if side == "query" else jnp.zeros((), kernel.dtype)
     scaling = ctransform.closure_step(kernel, scaling, closing.AXIS[side], log_target)
     y, side, _ = calibrate.target_dual(p, spec, before_end)

@@ -7,15 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from asap_jax import closures, ctransform, inputs, masks
-from asap_jax.features import concatenate, evaluate
+from asap_jax import checks, closures, ctransform, features, inputs, masks
 from asap_jax.predictor import Correction, LinearHead
 from asap_jax.scores import query_shift
 from asap_jax.spec import SinkhornSpec
 
 
 def checked(corrections: tuple, num_steps: int) -> tuple:
-    """``corrections`` as they are; ValueError unless the last closure is left uncorrected."""
+    """``corrections`` as they are.
+
+    Raises:
+      TypeError: another thing than a tuple of Corrections with linear heads.
+      ValueError: the last closure would be corrected too.
+    """
+    checks.instance("corrections", corrections, tuple, "a tuple of Corrections")
+    for correction in corrections:
+        checks.instance("corrections", correction, Correction, "a tuple of Corrections")
+        features.check_families("features of corrections", correction.features)
+        checks.instance("head of corrections", correction.head, LinearHead, "a LinearHead")
     if len(corrections) >= max(num_steps, 1):
         raise ValueError(
             f"{len(corrections)} correction(s) need more than {num_steps} closure(s): the last "
@@ -28,21 +37,16 @@ def advance(
     corrections: tuple[Correction, ...],
     p: inputs.Problem,
     spec: SinkhornSpec,
-    kernel: jax.Array,
     scaling: jax.Array,
     side: str,
-    log_target,
 ) -> tuple[jax.Array, str]:
     """One closure and its correction after another, from the log ``scaling`` of ``side``.
 
-    Args:
-      corrections: one for every closure to take.
-      kernel: log kernel ``(..., N, M)``.
-      log_target: log column target.
-
-    Returns:
-      The last corrected log scaling and its side.
+    Returns the last corrected log scaling and its side, those given without ``corrections``.
     """
+    if not corrections:
+        return scaling, side
+    kernel, log_target = closures.terms(p, spec)
     for correction in corrections:
         target = log_target if side == "query" else jnp.zeros((), kernel.dtype)
         scaling = ctransform.closure_step(kernel, scaling, closures.AXIS[side], target)
@@ -54,9 +58,11 @@ def advance(
 def apply(correction: Correction, p, spec, scaling: jax.Array, side: str) -> jax.Array:
     """The corrected log scaling of ``side``; 0 at tokens that the closures leave out."""
     t = _tokens(p, spec, scaling, side)
-    w = jnp.asarray(correction.head.coefficients)
+    w = checks.array("coefficients", correction.head.coefficients)
     first = LinearHead(w[..., :1])(t.dual[..., None])
-    rest = evaluate(correction.features, LinearHead(w[..., 1:]), t.own, t.other, **t.settings)
+    rest = features.evaluate(
+        correction.features, LinearHead(w[..., 1:]), t.own, t.other, **t.settings
+    )
     moved = scaling + (first + rest).astype(scaling.dtype) / spec.epsilon
     if p.validity is None:
         return moved
@@ -69,9 +75,9 @@ def design(families: tuple[Any, ...], p, spec, scaling: jax.Array, side: str):
     ``dual`` is the centred cost dual that the correction is added to.
     """
     t = _tokens(p, spec, scaling, side)
-    x = concatenate(families, t.own, t.other, **t.settings)
+    x = features.concatenate(families, t.own, t.other, **t.settings)
     valid = t.settings["query_valid"]
-    valid = jnp.ones(t.dual.shape, bool) if valid is None else valid
+    valid = jnp.ones_like(t.dual, bool) if valid is None else valid
     return jnp.concatenate([t.dual[..., None], x], -1), t.dual, valid
 
 

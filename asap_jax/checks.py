@@ -13,6 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def told(value: Any) -> str:
+    """What was given, for messages: the type, and the value itself where it is short."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    plain = isinstance(value, (str, numbers.Number, np.generic))
+    return f"{name} {value!r:.60}" if plain else name
+
+
+def instance(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Raises TypeError unless ``value`` is of ``kind``, in messages ``wanted``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {wanted}, got {told(value)}")
+
+
+def items(name: str, value: Any) -> tuple:
+    """``value``, a tuple, list or other iterable, as a tuple; TypeError for anything else."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a tuple or list, got {told(value)}")
+    return tuple(value)
+
+
 def one_of(name: str, value: Any, known: Iterable[str]) -> None:
     """Raises ValueError (TypeError for a traced value) unless ``value`` is a known name."""
     if isinstance(value, jax.core.Tracer):
@@ -20,7 +42,7 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> None:
             f"{name} must be static, got a traced value; mark it static or bind it "
             f"with functools.partial before jit"
         )
-    if value not in tuple(known):
+    if not isinstance(value, str) or value not in tuple(known):
         raise ValueError(f"{name}={value!r} is not known; known: {', '.join(map(repr, known))}")
 
 
@@ -83,14 +105,35 @@ def non_negative_float(name: str, value: Any) -> float:
     return number
 
 
+def array(name: str, value: Any, dtype=None) -> jax.Array:
+    """``value`` as an array; TypeError for what is none: None, strings, ragged lists, objects."""
+    if value is None or isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} must be an array, got {told(value)}")
+    try:
+        return jnp.asarray(value, dtype)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array, got {told(value)}: {error}") from error
+
+
+def float_dtype(name: str, value: Any) -> np.dtype:
+    """``value`` as a real floating dtype (TypeError for another dtype and for what is none)."""
+    try:
+        dtype = jnp.dtype(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a real floating dtype, got {told(value)}") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} must be a real floating dtype, got {dtype}")
+    return dtype
+
+
 def real_array(name: str, value: Any) -> jax.Array:
     """``value`` as an array of a real floating dtype (TypeError for int, bool, complex)."""
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    value = array(name, value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
-            f"{name} must have a real floating dtype, got {array.dtype} (shape {array.shape})"
+            f"{name} must have a real floating dtype, got {value.dtype} (shape {value.shape})"
         )
-    return array
+    return value
 
 
 def at_least_f32(array: jax.Array) -> jax.Array:
@@ -118,14 +161,27 @@ def heads_last_dim(q: jax.Array, k: jax.Array, q_name: str = "q", k_name: str = 
         )
 
 
-def validity(name: str, valid: Any, shape: tuple) -> jax.Array:
-    """``valid`` (bool or 0/1, broadcasting) as a bool array of ``shape``; all True when None."""
+def random_key(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value`` is one JAX random key, typed or raw."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (shape == () if typed else dtype == jnp.uint32 and len(shape) == 1):
+        given = told(value) if shape is None else f"an array of {dtype} and shape {shape}"
+        raise TypeError(f"{name} must be one JAX random key, got {given}")
+
+
+def validity(name: str, valid: Any, like: jax.Array) -> jax.Array:
+    """``valid`` (bool or 0/1, broadcasting) as a bool array of the shape and sharding of ``like``.
+
+    All True when None. Raises TypeError for what is no array, ValueError for another shape.
+    """
+    every = jnp.ones_like(like, bool)
     if valid is None:
-        return jnp.ones(shape, bool)
-    valid = jnp.asarray(valid)
+        return every
+    valid, shape = array(name, valid), like.shape
     if valid.ndim > len(shape) or any(
         a not in (1, b) for a, b in zip(valid.shape[::-1], shape[::-1], strict=False)
     ):
         raise ValueError(f"{name} of shape {valid.shape} does not broadcast to {shape}")
     valid = valid.reshape((1,) * (len(shape) - valid.ndim) + valid.shape)
-    return jnp.broadcast_to(valid if valid.dtype == bool else valid != 0, shape)
+    return every & (valid if valid.dtype == bool else valid != 0)

@@ -29,6 +29,12 @@ def log_key_target(key_mass: str, mask: jax.Array | None, shape: tuple, dtype) -
     return jnp.log(count(validity.query)) - jnp.log(count(validity.key))
 
 
+def terms(p, spec) -> tuple[jax.Array, jax.Array]:
+    """Log kernel ``(..., N, M)`` and log column target of the Problem ``p`` under ``spec``."""
+    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
+    return kernel, log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
+
+
 def alternate(
     kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: int, log_target
 ) -> tuple[jax.Array, jax.Array]:

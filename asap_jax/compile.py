@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asap_jax import calibrate
+from asap_jax import calibrate, checks
 from asap_jax.automatic import AutomaticFit, mean_ladder
 from asap_jax.capture import CompiledState, Record
 from asap_jax.fitting import LayerFit, is_held_out
@@ -54,8 +54,20 @@ class Calibration(abc.ABC):
     were seen, not exactly to the last one (paper, Appendix "Teacher Attention and Offline Fit").
     """
 
-    def __init__(self, options: Options):
+    def __init__(
+        self,
+        options: Options | None = None,
+        apply_kwargs: Mapping[str, Any] | None = None,
+        forward: Callable[[Any, Any], Any] | None = None,
+    ):
+        options = Options() if options is None else options
+        checks.instance("options", options, Options, "an Options")
+        if apply_kwargs is not None:
+            checks.instance("apply_kwargs", apply_kwargs, Mapping, "a mapping of keywords")
+        if forward is not None and not callable(forward):
+            raise TypeError(f"forward must be a function, got {checks.told(forward)}")
         self.options = options
+        self.apply_kwargs = dict(apply_kwargs or {})
         self.fits: dict[str, LayerFit | AutomaticFit] = {}
         self.num_batches = 0
         self.seconds = 0.0
@@ -75,9 +87,11 @@ class Calibration(abc.ABC):
 
         Raises:
           ValueError: no such layer, a layer that cannot be compiled, values that are not finite.
+          TypeError: a batch that holds other things than arrays.
         """
         start = time.perf_counter()
         where = f"calibration batch {self.num_batches if index is None else index}"
+        check_batch(batch, where)
         for path, record in select(self.records(teacher, batch), self.options.layers).items():
             if path not in self.fits:
                 kind = AutomaticFit if self.options.recipe == "auto" else LayerFit
@@ -130,7 +144,11 @@ class Calibration(abc.ABC):
         Raises:
           ValueError: nothing was added, no batch to report on, no active token, a layer that did
             not switch to its compiled operator.
+          TypeError: batches that are no list, or hold other things than arrays.
         """
+        checks.instance("report_batches", report_batches, (list, tuple), "a list of batches")
+        for index, batch in enumerate(report_batches):
+            check_batch(batch, f"report batch {index}")
         if not self.fits or not report_batches:
             raise ValueError("batches holds no batch: give at least one calibration batch")
         start = time.perf_counter()
@@ -198,6 +216,7 @@ class Calibration(abc.ABC):
         for index, batch in enumerate(checked(batches, self.options)):
             first = batch if first is None else first
             if is_held_out(index, share):
+                check_batch(batch, f"calibration batch {index}")
                 kept.append(batch)
                 for path, record in self.records(teacher, batch).items():
                     check_finite(record, path, f"calibration batch {index}")
@@ -225,6 +244,17 @@ def select(found: Mapping[str, Record], layers: Sequence[str] | None) -> dict[st
             f"layers={unknown} are not in the model; its Sinkhorn layers are {list(found)}"
         )
     return {path: found[path] for path in layers}
+
+
+def check_batch(batch: Any, where: str) -> None:
+    """Raises TypeError unless ``batch`` is made of arrays and numbers."""
+    if batch is None:
+        raise TypeError(f"{where} must be an array, or a tuple or dict of arrays, got None")
+    for leaf in jax.tree.leaves(batch):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise TypeError(f"{where} must hold arrays only, got {checks.told(leaf)}") from None
 
 
 def check_finite(record: Record, path: str, where: str) -> None:
@@ -278,9 +308,11 @@ def checked(batches: Iterable[Any], options: Options) -> Iterable[Any]:
     """``batches`` as it is.
 
     Raises:
-      TypeError: one batch instead of an iterable of them, or a one-pass iterator where the fit
-        must go through the data again.
+      TypeError: one batch or another thing instead of an iterable of them, or a one-pass iterator
+        where the fit must go through the data again.
     """
+    if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise TypeError(f"batches must be an iterable of batches, got {checks.told(batches)}")
     if isinstance(batches, (jax.Array, np.ndarray, Mapping, str)):
         raise TypeError(
             f"batches must be an iterable of batches, got one {type(batches).__name__}; for a "

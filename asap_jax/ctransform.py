@@ -103,7 +103,7 @@ def _ctransform(scores, dual, name, axis, epsilon, log_target, mask):
     scores, dual = _score_args(scores, dual, name, axis)
     epsilon = checks.positive_float("epsilon", epsilon)
     mask = masks.as_mask(mask, scores.shape)
-    log_target = jnp.asarray(log_target, dtype=scores.dtype)
+    log_target = checks.array("log_target", log_target, scores.dtype)
     result = (*scores.shape[:-2], scores.shape[-1 if axis == -2 else -2])
     if log_target.ndim and log_target.shape != result:
         checks.broadcasts_to("log_target", log_target.shape, "the transform", result)

@@ -146,8 +146,8 @@ def esp_attention(
         directions,
         active,
         mode=mode,
-        temperature=_scalar("temperature", temperature, p.q.dtype, checks.positive_float),
-        inverse_temperature=_scalar(
+        temperature=scalar("temperature", temperature, p.q.dtype, checks.positive_float),
+        inverse_temperature=scalar(
             "inverse_temperature", inverse_temperature, p.q.dtype, checks.non_negative_float
         ),
         scale=p.scale,
@@ -239,7 +239,7 @@ def esp_temperature_schedule(
     )
 
 
-def _scalar(name: str, x, dtype, check) -> jax.Array:
+def scalar(name: str, x, dtype, check) -> jax.Array:
     """A 0-d array of ``dtype`` from a number that passes ``check``, or from a traced scalar."""
     if not isinstance(x, jax.core.Tracer):
         return jnp.asarray(check(name, x), dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import calibrate, kl
+from asap_jax import calibrate, kl_search
 from asap_jax.capture import CompiledState, Record, stack_mark
 from asap_jax.features import FAMILIES
 from asap_jax.least_squares import NormalEquations
@@ -169,7 +169,7 @@ class LayerFit:
 
     def _kl(self, index, sums, stream, figures):
         items = groups(self.items[index]) if self.items[index] else _Stream(self, index, stream)
-        result = kl.minimise(
+        result = kl_search.minimise(
             sums,
             items,
             calibrate.KLBlocks(self.spec),

@@ -123,8 +123,8 @@ def promote(query, key, value, *, dtype=None) -> tuple[jax.Array, jax.Array, jax
         dtype = arrays[0].dtype
         for x in arrays[1:]:
             dtype = jnp.promote_types(dtype, x.dtype)
-    elif not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a real floating dtype, got {dtype}")
+    else:
+        dtype = checks.float_dtype("dtype", dtype)
     return tuple(x.astype(dtype) for x in arrays)
 
 

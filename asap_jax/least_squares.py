@@ -49,8 +49,9 @@ class NormalEquations:
         cls, num_features: int, *, num_heads: int | None = None, dtype=jnp.float32
     ) -> NormalEquations:
         """Empty sums for F features, with a leading axis of heads when ``num_heads`` is given."""
-        lead = () if num_heads is None else (num_heads,)
+        lead = () if num_heads is None else (checks.positive_int("num_heads", num_heads),)
         f = checks.positive_int("num_features", num_features)
+        dtype = checks.float_dtype("dtype", dtype)
         return cls(
             jnp.zeros((*lead, f, f), dtype),
             jnp.zeros((*lead, f), dtype),
@@ -75,7 +76,7 @@ class NormalEquations:
                 f"features of shape {x.shape} do not fit normal equations of "
                 f"{self.gram.shape[-1]} features"
             )
-        keep = checks.validity("valid", valid, y.shape)
+        keep = checks.validity("valid", valid, y)
         x = jnp.where(keep[..., None], x, jnp.zeros_like(x))
         y = jnp.where(keep, y, jnp.zeros_like(y))
         heads = self.gram.ndim == 3
@@ -98,6 +99,8 @@ class NormalEquations:
         )
 
     def __add__(self, other: NormalEquations) -> NormalEquations:
+        if not isinstance(other, NormalEquations):
+            return NotImplemented
         return jax.tree.map(jnp.add, self, other)
 
     def pooled(self) -> NormalEquations:
@@ -112,7 +115,7 @@ class NormalEquations:
           weigh: linear map ``(..., N, F + 1) -> (..., N, F + 1)``, the product with H.
         """
         x, y = _rows(features, targets)
-        keep = checks.validity("valid", valid, y.shape)
+        keep = checks.validity("valid", valid, y)
         both = jnp.concatenate([x, y[..., None].astype(x.dtype)], -1)
         both = jnp.where(keep[..., None], both, jnp.zeros_like(both)).astype(self.gram.dtype)
         weighed = weigh(both)

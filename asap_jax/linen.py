@@ -9,9 +9,10 @@ from unittest import mock
 
 import flax.linen as nn
 import jax
+from flax import nnx
 from flax.core.scope import union_filters
 
-from asap_jax import attention, capture
+from asap_jax import attention, capture, checks
 from asap_jax import compile as compiling
 from asap_jax.candidates import Candidate
 from asap_jax.capture import CompiledState, Record
@@ -137,8 +138,11 @@ class Calibration(compiling.Calibration):
         forward: Callable[[Any, Any], Any] | None = None,
     ):
         """Arguments as ``compile``."""
-        super().__init__(options or Options())
-        self._run = forward or _apply(model, dict(apply_kwargs or {}))
+        super().__init__(options, apply_kwargs, forward)
+        if not isinstance(model, nn.Module):
+            cure = "; call asap_jax.nnx.compile" if isinstance(model, nnx.Module) else ""
+            raise TypeError(f"model must be a linen Module, got {checks.told(model)}{cure}")
+        self._run = forward or _apply(model, self.apply_kwargs)
         self._recorded = jax.jit(lambda variables, batch: _record(self._run, variables, batch))
 
     def records(self, teacher: Mapping, batch: Any) -> Mapping[str, Record]:
@@ -220,7 +224,7 @@ def compile(
     token_bias: bool = False,
     candidates: Sequence[Candidate] | None = None,
     time_limit: float | None = 1.0,
-    ladder: Sequence[int] = (1, 2, 3),
+    ladder: Sequence[int] | None = None,
 ) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained linen model (paper, algorithm 1).
 
@@ -275,6 +279,7 @@ def compile(
 
 def _plain(variables: Mapping) -> dict:
     """The teacher's own collections."""
+    checks.instance("variables", variables, Mapping, "the variables of a linen model")
     return {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from asap_jax import checks
 from asap_jax.diff import VECTORS, diff_attention
 from asap_jax.esp import esp_attention
 
@@ -53,9 +54,11 @@ class DiffAttention(nn.Module):
         attn_weights_value_einsum=None,
     ):
         """Arguments and result as ``diff_attention``."""
+        param_dtype = checks.float_dtype("param_dtype", self.param_dtype)
         normal, ones = nn.initializers.normal(0.1), nn.initializers.ones_init()
+        query, value = checks.real_array("query", query), checks.real_array("value", value)
         width = query.shape[-1:]
-        vectors = {name: self.param(name, normal, width, self.param_dtype) for name in VECTORS}
+        vectors = {name: self.param(name, normal, width, param_dtype) for name in VECTORS}
         return diff_attention(
             query,
             key,
@@ -64,7 +67,7 @@ class DiffAttention(nn.Module):
             mask,
             **vectors,
             depth=self.depth,
-            norm_scale=self.param("scale", ones, (2 * value.shape[-1],), self.param_dtype),
+            norm_scale=self.param("scale", ones, (2 * value.shape[-1],), param_dtype),
             norm_epsilon=self.norm_epsilon,
             implementation=self.implementation,
             return_weights=return_weights,

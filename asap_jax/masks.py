@@ -33,11 +33,11 @@ def as_mask(mask, shape: tuple, name: str = "mask") -> jax.Array | None:
     Raises:
       ValueError: another rank, a shape that does not broadcast, or concrete values that are
         neither 0 nor 1 (additive masks are given as ``bias``).
-      TypeError: a complex mask.
+      TypeError: a complex mask, or no array.
     """
     if mask is None:
         return None
-    array = jnp.asarray(mask)
+    array = checks.array(name, mask)
     checks.broadcasts_to(name, array.shape, "scores", shape)
     if array.dtype == bool:
         return array

@@ -25,6 +25,7 @@ def attention_rel_l2(weights, reference, *, pooled: bool = False) -> jax.Array:
     """
     a, b = _pair("weights", weights, "reference", reference, 2)
     head = a.ndim - 3
+    pooled = checks.static_bool("pooled", pooled)
     axes = None if pooled else tuple(i for i in range(a.ndim) if i != head)
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x), axis=axes))
     return jnp.mean(norm(a - b) / norm(b))
@@ -36,7 +37,7 @@ def output_rmse(output, reference, *, query_valid=None) -> jax.Array:
     ``query_valid`` (bool, broadcasting to ``(..., N)``) restricts the mean to those queries.
     """
     a, b = _pair("output", output, "reference", reference, 3)
-    valid = checks.validity("query_valid", query_valid, a.shape[:-2])[..., None, None]
+    valid = checks.validity("query_valid", query_valid, a[..., 0, 0])[..., None, None]
     square = jnp.where(valid, jnp.square(a - b), jnp.zeros_like(a))
     count = valid.sum(dtype=a.dtype) * (a.shape[-1] * a.shape[-2])
     return jnp.sqrt(square.sum() / count)
@@ -85,14 +86,19 @@ def entropy(weights, query_valid=None) -> jax.Array:
 
 def _marginal_error(weights, axis, valid, name, target):
     sums = _weights("weights", weights).sum(axis)
-    target = jnp.asarray(target, sums.dtype)
+    target = checks.array("target", target, sums.dtype)
     if target.ndim:
-        target = jnp.broadcast_to(target, sums.shape)
+        try:
+            target = jnp.broadcast_to(target, sums.shape)
+        except ValueError:
+            raise ValueError(
+                f"target of shape {target.shape} does not broadcast to {sums.shape}"
+            ) from None
     return _valid_mean(jnp.abs(sums - target), valid, name)
 
 
 def _valid_mean(x, valid, name):
-    keep = checks.validity(name, valid, x.shape)
+    keep = checks.validity(name, valid, x)
     return jnp.where(keep, x, jnp.zeros_like(x)).sum() / keep.sum(dtype=x.dtype)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 
-from asap_jax import attention, capture
+from asap_jax import attention, capture, checks
 from asap_jax import compile as compiling
 from asap_jax.candidates import Candidate
 from asap_jax.capture import CompiledState, Record
@@ -65,6 +65,7 @@ class SinkhornAttention(nnx.Module):
     """
 
     def __init__(self, spec: SinkhornSpec, *, implementation: str = "auto"):
+        checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
         self.spec = spec
         self.implementation = implementation
         self.asap: AsapState | None = nnx.data(None)
@@ -161,8 +162,8 @@ class Calibration(compiling.Calibration):
         forward: Callable[[Any, Any], Any] | None = None,
     ):
         """Arguments as ``compile``."""
-        super().__init__(options or Options())
-        self._run = forward or _call(dict(apply_kwargs or {}))
+        super().__init__(options, apply_kwargs, forward)
+        self._run = forward or _call(self.apply_kwargs)
         self._recorded = jax.jit(self._record)
         self._probe = capture.fresh_probe()
 
@@ -240,7 +241,7 @@ def compile(
     token_bias: bool = False,
     candidates: Sequence[Candidate] | None = None,
     time_limit: float | None = 1.0,
-    ladder: Sequence[int] = (1, 2, 3),
+    ladder: Sequence[int] | None = None,
 ) -> compiling.CompileResult:
     """Compiles the SinkhornAttention layers of a trained nnx model (paper, algorithm 1).
 
@@ -283,13 +284,14 @@ def compile(
         time_limit=time_limit,
         ladder=ladder,
     )
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}")
     return Calibration(options, apply_kwargs=apply_kwargs, forward=forward).run(model, batches)
 
 
 def _evaluating(model: nnx.Module) -> nnx.Module:
     """A copy of the teacher in evaluation mode, without compiled states."""
+    if not isinstance(model, nnx.Module):
+        cure = "; call asap_jax.linen.compile" if isinstance(model, linen.Module) else ""
+        raise TypeError(f"model must be an nnx.Module, got {checks.told(model)}{cure}")
     teacher = nnx.clone(model)
     for module in sinkhorn_layers(teacher).values():
         module.asap = None

@@ -7,7 +7,7 @@ from flax import nnx
 
 from asap_jax import checks
 from asap_jax.diff import VECTORS, diff_attention
-from asap_jax.esp import esp_attention
+from asap_jax.esp import esp_attention, scalar
 
 
 class DiffAttention(nnx.Module):
@@ -35,6 +35,8 @@ class DiffAttention(nnx.Module):
         param_dtype=jnp.float32,
         implementation: str = "auto",
     ):
+        checks.instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs")
+        param_dtype = checks.float_dtype("param_dtype", param_dtype)
         head_dim = checks.positive_int("head_dim", head_dim)
         value_dim = head_dim if value_dim is None else checks.positive_int("value_dim", value_dim)
         normal = nnx.initializers.normal(0.1)
@@ -123,7 +125,11 @@ class EspAttention(nnx.Module):
         inverse_temperature = checks.non_negative_float("inverse_temperature", inverse_temperature)
         self.temperature = EspSetting(jnp.asarray(temperature, jnp.float32))
         self.inverse_temperature = EspSetting(jnp.asarray(inverse_temperature, jnp.float32))
-        self.directions = None if directions is None else EspSetting(jnp.asarray(directions))
+        self.directions = (
+            None
+            if directions is None
+            else (EspSetting(checks.real_array("directions", directions)))
+        )
         self.mode = mode
         self.scale = scale
         self.padding = padding
@@ -181,7 +187,12 @@ def set_esp_temperature(model: nnx.Module, temperature) -> None:
     """Sets SoftSort's temperature in every ``EspAttention`` of ``model``, in place.
 
     ``temperature`` is a number or a scalar array, traced or not.
+
+    Raises:
+      TypeError, ValueError: what is no model, or no temperature > 0.
     """
+    checks.instance("model", model, nnx.Module, "an nnx.Module")
+    temperature = scalar("temperature", temperature, jnp.float32, checks.positive_float)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, EspAttention):
-            module.temperature.set_value(jnp.asarray(temperature, jnp.float32))
+            module.temperature.set_value(temperature)

@@ -10,7 +10,7 @@ import numpy as np
 
 from asap_jax import attention, checks, slices
 from asap_jax.candidates import Candidate
-from asap_jax.features import FAMILIES
+from asap_jax.features import FAMILIES, check_families
 from asap_jax.least_squares import RIDGE_SCALES
 from asap_jax.predictor import BASELINES
 from asap_jax.spec import SinkhornSpec
@@ -20,6 +20,7 @@ OBJECTIVES = ("ls", "kl")
 COEFFICIENTS = ("pooled", "per_head", "shared")
 ROWS = ("active", "all")
 WEIGHTINGS = ("none", "gauss_newton")
+LADDER = (1, 2, 3)
 # Settings that the automatic recipe takes from its candidates.
 _PAPER_ONLY = (
     "objective", "num_slices", "ridge", "ridge_scale", "rows", "weighting", "damping",
@@ -43,8 +44,8 @@ class Options:
       num_slices: L.
       closures: ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0), an int n (n closures from the
         aligned dual), or ``"none"`` (ablation: both duals predicted, no c-transform). By default
-        ``"two_sided"``; under ``"auto"`` the budget, an int, 2 by default and at most the
-        teacher's steps less one.
+        ``"two_sided"``; under ``"auto"`` the budget, an int, by default 2 or, and the report says
+        so, as many as the teacher has steps to save.
       ridge: lambda >= 0, unnormalised unless ``ridge_scale`` says otherwise.
       ridge_scale: ``"absolute"``, ``"trace"`` or ``"diagonal"``, see ``NormalEquations.solve``.
       rows: regression rows: ``"active"`` tokens, or ``"all"`` that take part in the closures
@@ -67,7 +68,9 @@ class Options:
       time_limit: ``"auto"``: keep no candidate that takes longer, measured while compiling, than
         this times the teacher (the fastest, and the report says so, if all do); None for fidelity
         alone, whatever it takes.
-      ladder: ``"auto"``: numbers of closures that the report compares, beside the budget.
+      ladder: ``"auto"``: numbers of closures that the report compares, beside the budget; when
+        None those of 1, 2 and 3 that the teacher has steps for, and the report says which not.
+      default_budget: whether ``closures`` was left to its default.
 
     Raises:
       ValueError, TypeError: a setting that is unknown, out of range or does not go with another.
@@ -93,10 +96,12 @@ class Options:
     token_bias: bool = False
     candidates: Sequence[Candidate] | None = None
     time_limit: float | None = 1.0
-    ladder: Sequence[int] = (1, 2, 3)
+    ladder: Sequence[int] | None = None
+    default_budget: bool = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         checks.one_of("recipe", self.recipe, RECIPES)
+        object.__setattr__(self, "default_budget", self.closures is None)
         if self.closures is None:
             default = 2 if self.recipe == "auto" else "two_sided"
             object.__setattr__(self, "closures", default)
@@ -116,23 +121,26 @@ class Options:
         object.__setattr__(self, "ridge", checks.non_negative_float("ridge", self.ridge))
         if checks.non_negative_float("holdout", self.holdout) >= 1:
             raise ValueError(f"holdout must be in [0, 1), got {self.holdout}")
+        if not isinstance(self.features, str):
+            object.__setattr__(self, "features", checks.items("features", self.features))
         if not self.features:
             raise ValueError("features must name a family or hold at least one")
         creatable = [name for name, family in FAMILIES.items() if hasattr(family, "create")]
         for family in self.families:
             if isinstance(family, str):
                 checks.one_of("features", family, creatable)
+            else:
+                check_families("features", (family,))
         if isinstance(self.closures, str):
             checks.one_of("closures", self.closures, (*attention.CLOSURES, "none"))
         else:
             set_closures = checks.positive_int("closures", self.closures)
             object.__setattr__(self, "closures", set_closures)
-        if isinstance(self.layers, str):
-            raise TypeError(f"layers must be a sequence of paths, got the string {self.layers!r}")
-        if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
-            if not self.layers:
-                raise ValueError("layers=() chooses no layer; leave it out to compile all")
+        for name in ("layers", "candidates", "ladder"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, checks.items(name, getattr(self, name)))
+        if self.layers == ():
+            raise ValueError("layers=() chooses no layer; leave it out to compile all")
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
         self._check_automatic()
@@ -144,8 +152,7 @@ class Options:
         for name in foreign:
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name} does not go with recipe={self.recipe!r}: leave it out")
-        object.__setattr__(self, "ladder", tuple(self.ladder))
-        for rung in self.ladder:
+        for rung in self.ladder or ():
             checks.positive_int("ladder", rung)
         if self.recipe != "auto":
             return
@@ -155,9 +162,10 @@ class Options:
         if isinstance(self.closures, str):
             raise ValueError(f"recipe='auto' needs a number of closures, got {self.closures!r}")
         if self.candidates is not None:
-            object.__setattr__(self, "candidates", tuple(self.candidates))
-            names = [getattr(candidate, "name", None) for candidate in self.candidates]
-            if not names or None in names or len(set(names)) < len(names):
+            for candidate in self.candidates:
+                checks.instance("candidates", candidate, Candidate, "Candidates in a tuple")
+            names = [candidate.name for candidate in self.candidates]
+            if not names or len(set(names)) < len(names):
                 raise ValueError(
                     f"candidates must be one or more Candidates of different names, got {names}"
                 )
@@ -198,6 +206,11 @@ class Options:
         return tuple(chosen.split("+")) if isinstance(chosen, str) else tuple(chosen)
 
     @property
+    def rungs(self) -> tuple[int, ...]:
+        """The numbers of closures that the ladder compares where the teacher has the steps."""
+        return LADDER if self.ladder is None else tuple(self.ladder)
+
+    @property
     def targets(self) -> tuple[str | int, ...]:
         """The duals to predict, as ``calibrate.target_dual`` names them."""
         if self.closures == "none":
@@ -211,12 +224,12 @@ class Options:
                 f"layer {path!r} has num_steps=1, which is row softmax: it has no dual before its "
                 f"only step, so there is nothing to compile; leave it out with layers=[...]"
             )
-        if (
-            self.recipe != "auto"
-            and isinstance(self.closures, int)
-            and self.closures >= spec.num_steps
-        ):
-            raise ValueError(
-                f"closures={self.closures} needs a teacher of more steps than layer {path!r} "
-                f"with num_steps={spec.num_steps}"
-            )
+        asked = {"ladder": self.ladder or ()}
+        if isinstance(self.closures, int) and not self.default_budget:
+            asked["closures"] = (self.closures,)
+        for name, counts in asked.items():
+            if max(counts, default=0) >= spec.num_steps:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs a teacher of more steps than layer "
+                    f"{path!r} with num_steps={spec.num_steps}"
+                )

@@ -28,10 +28,11 @@ def dropout(weights: jax.Array, *, rng, rate: float, broadcast: bool) -> jax.Arr
     ``broadcast`` shares one mask over the batch axes, as in Flax.
 
     Raises:
-      ValueError: no rng.
+      ValueError: no rng; TypeError: another thing than a random key.
     """
     if rng is None:
         raise ValueError("dropout_rng is needed when dropout_rate > 0 and deterministic=False")
+    checks.random_key("dropout_rng", rng)
     shape = weights.shape
     if checks.static_bool("broadcast_dropout", broadcast):
         shape = (1,) * max(0, len(shape) - 3) + shape[-3:]
@@ -77,5 +78,7 @@ def _sow(module, weights) -> None:
     import flax.linen
     import flax.nnx
 
+    known = (flax.linen.Module, flax.nnx.Module)
+    checks.instance("module", module, known, "a linen or nnx Module")
     kind = "intermediates" if isinstance(module, flax.linen.Module) else flax.nnx.Intermediate
     module.sow(kind, "attention_weights", weights)

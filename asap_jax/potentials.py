@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from asap_jax import checks, masks, slices, sorting
 from asap_jax.scores import accumulation_dtype, resolve_scale
@@ -130,9 +131,22 @@ def sliced_potentials(
         potential_1d, q, k, directions, scale=scale, query_valid=query_valid, key_valid=key_valid
     )
     if outside == "zero":
-        valid = checks.validity("query_valid", query_valid, x.shape[:-1])
+        valid = checks.validity("query_valid", query_valid, x[..., 0])
         x = jnp.where(valid[..., None], x, jnp.zeros_like(x))
     return x
+
+
+def _automatic(function: Callable[..., jax.Array], like: jax.Array) -> Callable[..., jax.Array]:
+    """``function`` with explicit mesh axes made automatic, its result sharded as ``like``.
+
+    Sorting and gathers have no rules for explicit shardings. Without such axes, ``function``.
+    """
+    sharding = jax.typeof(like).sharding
+    axes = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in axes if kind == AxisType.Explicit)
+    if not explicit:
+        return function
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)
 
 
 def sliced_features(
@@ -161,8 +175,8 @@ def sliced_features(
         raise ValueError(f"q of shape {q.shape} and k of shape {k.shape} must hold a token")
     dtype = accumulation_dtype(q, k)
     q, k, directions = q.astype(dtype), k.astype(dtype), directions.astype(dtype)
-    query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
-    key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+    query_valid = checks.validity("query_valid", query_valid, q[..., 0])
+    key_valid = checks.validity("key_valid", key_valid, k[..., 0])
 
     common = masks.masked_mean(k, key_valid[..., None], -2)
     k = masks.zero_inactive(k - common, key_valid)
@@ -171,5 +185,6 @@ def sliced_features(
     project = functools.partial(jnp.einsum, "...nd,ld->...ln", precision=jax.lax.Precision.HIGHEST)
     over_slices = jax.vmap(function_1d, in_axes=(0, 0, None, None))
     every = jnp.vectorize(over_slices, signature="(l,n),(l,m),(n),(m)->(l,n)")
-    x = every(project(q, bank), project(k, bank), query_valid, key_valid)
+    a, b = project(q, bank), project(k, bank)
+    x = _automatic(every, a)(a, b, query_valid, key_valid)
     return jnp.swapaxes(masks.center(x, query_valid[..., None, :]), -1, -2)

@@ -26,7 +26,7 @@ class LinearHead:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``x (..., H, N, F)`` to ``(..., H, N)``."""
-        w = jnp.asarray(self.coefficients).astype(x.dtype)
+        w = checks.array("coefficients", self.coefficients).astype(x.dtype)
         if w.ndim not in (1, 2) or w.shape[-1] != x.shape[-1]:
             raise ValueError(
                 f"coefficients of shape {w.shape} do not fit features of shape "
@@ -72,9 +72,19 @@ class MLPHead:
     def __call__(self, x: jax.Array) -> jax.Array:
         """``x (..., H, N, F)`` to ``(..., H, N)``."""
         linear = LinearHead(self.coefficients_in)(x)
-        heads = "" if jnp.ndim(self.bias) == 1 else "h"
+        hidden, bias, out = (
+            checks.array(name, getattr(self, name)).astype(x.dtype)
+            for name in ("hidden", "bias", "out")
+        )
+        shape = jnp.shape(self.coefficients_in)
+        units = (*shape[:-1], *hidden.shape[-1:])
+        if hidden.shape != (*shape, *hidden.shape[-1:]) or not bias.shape == out.shape == units:
+            raise ValueError(
+                f"hidden of shape {hidden.shape}, bias of shape {bias.shape} and out of shape "
+                f"{out.shape} do not fit coefficients_in of shape {shape}"
+            )
+        heads = "" if bias.ndim == 1 else "h"
         exact = jax.lax.Precision.HIGHEST
-        hidden, bias, out = (z.astype(x.dtype) for z in (self.hidden, self.bias, self.out))
         inside = jnp.einsum(f"...{heads}nf,{heads}fk->...{heads}nk", x, hidden, precision=exact)
         bias = bias[..., None, :]
         inside = jnp.tanh(inside + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape))
@@ -125,6 +135,8 @@ class Predictor:
         baseline="none",
     ):
         if directions is not None:
+            if not isinstance(features, (tuple, list)):
+                raise TypeError(f"features must be a tuple, got {checks.told(features)}")
             features = (_families.SlicedPotentials(directions), *features)
         if coefficients is not None:
             if head is not None:
@@ -132,12 +144,13 @@ class Predictor:
             head = LinearHead(coefficients)
         checks.one_of("side", side, SIDES)
         checks.one_of("baseline", baseline, BASELINES)
-        features = tuple(features) if isinstance(features, list) else features
+        features = _as_tuple("features", features, "feature families, such as Moments()")
+        corrections = _as_tuple("corrections", corrections, "Corrections")
         for name, value in dict(
             features=features,
             head=head,
             token_bias=token_bias,
-            corrections=tuple(corrections) if isinstance(corrections, list) else corrections,
+            corrections=corrections,
             statistics=statistics,
             side=side,
             baseline=baseline,
@@ -151,6 +164,21 @@ class Predictor:
 
 
 _families = features
+
+
+def _as_tuple(name: str, value: Any, wanted: str) -> Any:
+    """``value``, a list as a tuple.
+
+    Trees are rebuilt with any objects for their leaves, so only what none would hold is refused:
+    TypeError for a text, or a family or a correction out of its tuple, and for texts and numbers
+    in it.
+    """
+    value = tuple(value) if isinstance(value, list) else value
+    bare = isinstance(value, (str, Correction)) or callable(value)
+    for part in value if isinstance(value, tuple) else (value,) if bare else ():
+        if bare or isinstance(part, (str, int, float)):
+            raise TypeError(f"{name} must be a tuple of {wanted}, got {checks.told(part)}")
+    return value
 
 
 @flax.struct.dataclass
@@ -207,13 +235,19 @@ def predict(
 
     Raises:
       ValueError: shapes that do not fit, a missing head or features.
+      TypeError: another thing than a Predictor, or parts of it of the wrong type.
     """
+    checks.instance("predictor", predictor, Predictor, "a Predictor")
     if not predictor.features or predictor.head is None:
         raise ValueError(
             "predictor needs at least one feature family and a head (for instance "
             "Predictor(directions=..., coefficients=...))"
         )
+    features.check_families("features", predictor.features)
+    if not callable(predictor.head):
+        raise TypeError(f"head must be callable on features, got {checks.told(predictor.head)}")
     q, k = checks.real_array("q", q), checks.real_array("k", k)
+    checks.heads_last_dim(q, k)
     own, other, valid, other_valid = own_side(predictor.side, q, k, query_valid, key_valid)
     dual = features.evaluate(
         predictor.features,
@@ -225,7 +259,7 @@ def predict(
         key_valid=other_valid,
     )
     if predictor.token_bias is not None:
-        bias = jnp.asarray(predictor.token_bias).astype(dual.dtype)
+        bias = checks.array("token_bias", predictor.token_bias).astype(dual.dtype)
         if bias.ndim not in (1, 2) or bias.shape != dual.shape[-bias.ndim :]:
             raise ValueError(
                 f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} tokens"
@@ -234,6 +268,12 @@ def predict(
     if predictor.baseline == "first_step":
         if scores is None:
             raise ValueError("baseline='first_step' needs scores")
+        scores = checks.real_array("scores", scores)
+        if scores.shape != (*q.shape[:-1], k.shape[-2]):
+            raise ValueError(
+                f"scores of shape {scores.shape} do not fit q of shape {q.shape} and k of shape "
+                f"{k.shape}"
+            )
         dual = dual + first_step(
             scores, predictor.side, q, k, scale=scale, epsilon=epsilon, mask=mask
         )
@@ -254,8 +294,8 @@ def design_matrix(families, side: str, q, k, *, scale=None, query_valid=None, ke
 
 def own_side(side: str, q, k, query_valid, key_valid):
     """``(own, other, own validity, other validity)``: tokens of ``side`` first."""
-    query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
-    key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+    query_valid = checks.validity("query_valid", query_valid, q[..., 0])
+    key_valid = checks.validity("key_valid", key_valid, k[..., 0])
     if side == "key":
         return k, q, key_valid, query_valid
     return q, k, query_valid, key_valid

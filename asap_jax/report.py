@@ -27,8 +27,8 @@ class LayerReport:
         predicted dual, ``num_rows`` regression rows; for a KL fit ``kl_reason``,
         ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches); under the
         automatic recipe the ``candidate`` kept, the rel-l2 of each on the ``choice`` batches,
-        those that were ``too_slow``, and ``chosen_in_sample``: no batch was to spare for the
-        choice.
+        those that were ``too_slow``, ``chosen_in_sample``: no batch was to spare for the choice,
+        and the default numbers of closures ``left_out``, as the teacher has too few steps.
       ladder: automatic recipe: operator to number of closures to Rung, on the report batches.
     """
 
@@ -53,6 +53,9 @@ class LayerReport:
                 text += " (ALL beyond the time limit: this is the fastest)"
             elif fit["too_slow"]:
                 text += f" (too slow: {', '.join(map(repr, fit['too_slow']))})"
+            if fit["left_out"]:
+                counts = ", ".join(map(str, fit["left_out"]))
+                text += f"; the teacher has too few steps for {counts} closures, left out"
         return text
 
     def _ladder(self) -> list[str]:

@@ -52,8 +52,9 @@ def query_shift(q, *, scale: float | None = None) -> jax.Array:
     Cost-coordinate duals are score-coordinate duals plus this shift; the keys' kappa is the
     same function of k.
     """
-    q = checks.real_array("q", q)
-    q = checks.at_least_f32(q)
+    q = checks.at_least_f32(checks.real_array("q", q))
+    if q.ndim == 0:
+        raise ValueError("q of shape () must be (..., N, d)")
     return 0.5 * resolve_scale(scale, q.shape[-1]) * jnp.sum(q * q, axis=-1)
 
 

@@ -47,7 +47,9 @@ def sinkhorn_duals(
 
     Raises:
       ValueError: scores that are no matrix, ``before_end`` out of range, a mask that does not fit.
+      TypeError: scores of another dtype, another spec than a SinkhornSpec.
     """
+    checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     scores = checks.at_least_f32(checks.real_array("scores", scores))
     if scores.ndim < 2:
         raise ValueError(f"scores of shape {scores.shape} must be (..., N, M)")

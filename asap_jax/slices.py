@@ -23,17 +23,20 @@ def slice_directions(rng, num_slices: int, head_dim: int, *, kind: str = "gaussi
 
     Raises:
       ValueError: an unknown kind, a count below 1.
+      TypeError: a count or ``rng`` of another type.
     """
     checks.one_of("kind", kind, KINDS)
     num_slices = checks.positive_int("num_slices", num_slices)
     head_dim = checks.positive_int("head_dim", head_dim)
     if kind == "axes":
         return jnp.eye(head_dim, dtype=jnp.float32)[np.arange(num_slices) % head_dim]
-    key = jax.random.key(rng) if isinstance(rng, (int, np.integer)) else rng
+    if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
+        rng = jax.random.key(rng)
+    checks.random_key("rng", rng)
     if kind == "gaussian":
-        return unit_rows(jax.random.normal(key, (num_slices, head_dim), jnp.float32))
+        return unit_rows(jax.random.normal(rng, (num_slices, head_dim), jnp.float32))
     blocks = -(-num_slices // head_dim)
-    bank = jax.random.orthogonal(key, head_dim, (blocks,), jnp.float32)
+    bank = jax.random.orthogonal(rng, head_dim, (blocks,), jnp.float32)
     return bank.reshape(-1, head_dim)[:num_slices]
 
 

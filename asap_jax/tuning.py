@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from asap_jax import attention, calibrate, chain, ctransform, lbfgs
+from asap_jax import attention, calibrate, lbfgs
 from asap_jax import closures as closing
 from asap_jax.capture import Record
 from asap_jax.predictor import MLPHead, Predictor
@@ -113,13 +113,10 @@ def tune(
 def plan_target(record: Record) -> PlanTarget:
     """The teacher's side of the divergence, of one record that is not stacked."""
     p, spec = calibrate.problem(record), record.spec
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
+    kernel, log_target = closing.terms(p, spec)
+    start = jnp.zeros_like(kernel[..., 0, :])
     u, v = closing.alternate(
-        kernel,
-        jnp.zeros_like(kernel[..., 0, :]),
-        side="key",
-        num_steps=spec.num_steps,
-        log_target=closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype),
+        kernel, start, side="key", num_steps=spec.num_steps, log_target=log_target
     )
     plan = jnp.exp(kernel + u[..., :, None] + v[..., None, :])
     return PlanTarget(u, v, plan.sum(-1), plan.sum(-2))
@@ -130,12 +127,8 @@ def plan_divergence(
 ) -> jax.Array:
     """Mean of ``KL(P || P_hat)``, plans of unit mass per query, over the problems of a record."""
     p, spec = calibrate.problem(record), record.spec
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-    log_target = closing.log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
-    scaling = attention.predicted_dual(predictor, p, spec) / spec.epsilon
-    scaling, side = chain.advance(
-        predictor.corrections, p, spec, kernel, scaling, predictor.side, log_target
-    )
+    kernel, log_target = closing.terms(p, spec)
+    scaling, side = attention.predicted_scaling(predictor, p, spec)
     left = closures - len(predictor.corrections)
     u, v = closing.alternate(kernel, scaling, side=side, num_steps=left, log_target=log_target)
     # One constant moves between u and v: taking it out keeps float32 digits.

@@ -96,10 +96,24 @@ def test_two_batches_are_enough_and_the_report_says_what_it_cost(rng):
     assert "on the fit's own batches" in str(result.report)
 
 
-def test_the_budget_is_at_most_what_the_teacher_has(rng):
+@pytest.mark.parametrize(("setting", "value"), [("closures", 3), ("ladder", (1, 3))])
+def test_a_budget_beyond_the_teachers_steps_is_refused(rng, setting, value):
+    model = Model((aj.SinkhornSpec(3), SPEC))
+    variables = variables_of(model, rng)
+    with pytest.raises(ValueError, match=rf"^{setting}=.*3.*'{FIRST}' with num_steps=3"):
+        compile_auto(data(rng), model, variables, **{setting: value})
+
+
+def test_the_default_budget_is_at_most_what_the_teacher_has_and_the_report_says_so(rng):
     model = Model((aj.SinkhornSpec(2), SPEC))
-    result = compile_auto(data(rng), model, variables_of(model, rng), closures=3)
-    assert [state.closures for state in result.states.values()] == [1, 3]
+    one = dict(candidates=SMALL[:1], ladder=None)
+    result = compile_auto(data(rng), model, variables_of(model, rng), **one)
+    assert [state.closures for state in result.states.values()] == [1, 2]
+    short, long = result.report.layers.values()
+    assert (short.fit["left_out"], long.fit["left_out"]) == ((2, 3), ())
+    assert "the teacher has too few steps for 2, 3 closures, left out" in str(short)
+    assert "too few steps" not in str(long)
+    assert (set(short.ladder["moments"]), set(long.ladder["moments"])) == ({1}, {1, 2, 3})
 
 
 def test_a_candidate_that_is_too_slow_is_not_kept(rng):

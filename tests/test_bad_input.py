@@ -2,10 +2,12 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import asap_jax as aj
 
@@ -479,3 +481,227 @@ def test_traced_switches_are_refused_with_the_cure(option):
         option,
         "static",
     )
+
+
+# ------------------------------------------------- things of another type altogether, by argument
+
+
+LINEN = nn.MultiHeadDotProductAttention(2, attention_fn=aj.linen.SinkhornAttention(SPEC))
+TOKENS, SCORES, DUAL = np.ones((3, 5, 4), "f"), np.ones((3, 5, 5), "f"), np.ones((3, 5), "f")
+NO_ARRAYS = ("text", None, object(), [[1.0], [1.0, 2.0]])
+
+
+def nnx_model():
+    attend = aj.nnx.SinkhornAttention(SPEC)
+    return nnx.MultiHeadAttention(2, 4, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
+
+
+def call(name, **changes):
+    arrays = {key: jnp.ones((2, 4, 2, 4)) for key in ("query", "key", "value")}
+    return {**FUNCTIONS, "diff": aj.diff_attention, "esp": aj.esp_attention}[name](
+        **{**arrays, **changes}
+    )
+
+
+@pytest.mark.parametrize("value", NO_ARRAYS, ids=["text", "None", "object", "ragged"])
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, "diff", "esp"])
+def test_what_is_no_array_is_refused_by_attention(name, which, value):
+    with pytest.raises(TypeError, match=f"^{which} must be an array, got"):
+        call(name, **{which: value})
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "diff", "esp"])
+@pytest.mark.parametrize(
+    ("option", "value", "given"),
+    [
+        ("mask", "causal", "causal"),
+        ("bias", "causal", "causal"),
+        ("dtype", "zz", "zz"),
+        ("dtype", 3, "int 3"),
+        ("module", 3, "int 3"),
+        ("implementation", 3, "3"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_attention(name, option, value, given):
+    with pytest.raises((TypeError, ValueError), match=f"^{option}.*{given}"):
+        call(name, **{option: value})
+
+
+@pytest.mark.parametrize("rng", [3, "a", jnp.ones(2)], ids=str)
+def test_dropout_without_a_key_is_refused(rng):
+    with pytest.raises(TypeError, match="dropout_rng must be one JAX random key, got"):
+        call("sinkhorn", dropout_rate=0.5, deterministic=False, dropout_rng=rng)
+
+
+PARTS = {
+    "q": [
+        lambda x: aj.scores(x, TOKENS),
+        aj.query_shift,
+        lambda x: aj.sliced_potentials(x, TOKENS, np.eye(4, dtype="f")),
+        lambda x: aj.predict(PREDICTOR, x, TOKENS),
+        lambda x: aj.Moments()(x, TOKENS),
+    ],
+    "directions": [
+        lambda x: aj.sliced_potentials(TOKENS, TOKENS, x),
+        lambda x: aj.SlicedPotentials(x)(TOKENS, TOKENS),
+        lambda x: aj.RankDisplacement(x)(TOKENS, TOKENS),
+    ],
+    "coefficients": [
+        lambda x: aj.LinearHead(x)(jnp.ones((3, 5, 2))),
+        lambda x: aj.kl_objective(x, np.ones((3, 5, 2), "f"), DUAL, SCORES, DUAL),
+    ],
+    "query": [lambda x: aj.squared_euclidean_inputs(x, jnp.ones((2, 4, 2, 4)))],
+    "scores": [
+        lambda x: aj.sinkhorn_duals(x, spec=SPEC),
+        lambda x: aj.fit_kl(np.ones((3, 5, 2), "f"), DUAL, x, DUAL),
+    ],
+    "f": [lambda x: aj.key_ctransform(SCORES, x), lambda x: aj.attention_weights(SCORES, x, DUAL)],
+    "g": [lambda x: aj.query_ctransform(SCORES, x)],
+    "log_target": [lambda x: aj.key_ctransform(SCORES, DUAL, log_target=x)],
+    "features": [lambda x: aj.fit_ls(x, DUAL), lambda x: aj.fit_kl(x, DUAL, SCORES, DUAL)],
+    "targets": [
+        lambda x: aj.fit_ls(np.ones((3, 5, 2), "f"), x),
+        lambda x: aj.NormalEquations.zero(2).add(np.ones((3, 5, 2), "f"), x),
+    ],
+    "own centres": [lambda x: aj.Codebook(x, np.ones((2, 4), "f"), PREDICTOR)(TOKENS, TOKENS)],
+    "weights": [aj.metrics.row_error, lambda x: aj.metrics.plan_kl(x, SCORES)],
+    "reference": [lambda x: aj.metrics.attention_rel_l2(SCORES, x)],
+    "target": [lambda x: aj.metrics.column_error(SCORES, target=x)],
+}
+
+
+@pytest.mark.parametrize("value", NO_ARRAYS, ids=["text", "None", "object", "ragged"])
+@pytest.mark.parametrize(
+    ("name", "function"), [(n, f) for n, fs in PARTS.items() for f in fs], ids=lambda x: str(x)[:9]
+)
+def test_what_is_no_array_is_refused_by_the_parts(name, function, value):
+    with pytest.raises(TypeError, match=f"^{name} must be an array, got"):
+        function(value)
+
+
+@pytest.mark.parametrize("rng", [None, "a", 1.5, True, jnp.ones(2)], ids=str)
+def test_directions_without_a_key_are_refused(rng):
+    with pytest.raises(TypeError, match="^rng must be one JAX random key, got"):
+        aj.slice_directions(rng, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "given"),
+    [
+        ("features", 3, "int 3"),
+        ("features", None, "None"),
+        ("features", ("moments", 3), "int 3"),
+        ("features", aj.Moments(), "Moments"),
+        ("features", (aj.Moments,), "Moments"),
+        ("ladder", 3, "int 3"),
+        ("ladder", "123", "123"),
+        ("ladder", ("a",), "'a'"),
+        ("candidates", 3, "int 3"),
+        ("candidates", ("moments",), "str 'moments'"),
+        ("candidates", aj.Candidate("moments"), "Candidate"),
+        ("candidates", np.ones(2), "float64"),
+        ("layers", 3, "int 3"),
+        ("recipe", np.ones(2), "array"),
+        ("closures", np.ones(2), "array"),
+        ("time_limit", "a", "str"),
+    ],
+)
+def test_settings_of_a_compile_of_another_type_are_refused(option, value, given):
+    recipe = {"recipe": "auto"} if option in ("ladder", "candidates", "time_limit") else {}
+    with pytest.raises((TypeError, ValueError), match=f"^{option}.*{given}"):
+        aj.Options(**{**recipe, option: value})
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"features": "moments"}, "features.*str 'moments'"),
+        ({"features": "moments", "directions": jnp.eye(4)}, "features.*str 'moments'"),
+        ({"features": aj.Moments()}, "features.*Moments"),
+        ({"features": (3,)}, "features.*int 3"),
+        ({"features": 3}, "features.*int 3"),
+        ({"features": (aj.Moments,)}, "features.*Moments"),
+        ({"features": (aj.Moments(),), "corrections": (3,)}, "corrections.*int 3"),
+        ({"features": (aj.Moments(),), "corrections": 3}, "corrections.*int 3"),
+        ({"features": (aj.Moments(),), "corrections": (object(),)}, "corrections.*object"),
+        (
+            {"features": (aj.Moments(),), "corrections": aj.Correction((), None)},
+            "corrections.*Correction",
+        ),
+        ({"features": (aj.Moments(),), "token_bias": "a"}, "token_bias.*str 'a'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_parts_of_a_predictor_of_another_type_are_refused(parts, named):
+    with pytest.raises(TypeError, match=f"^{named}"):
+        call("compiled", predictor=aj.Predictor(coefficients=jnp.ones(12), **parts))
+
+
+def test_a_head_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="^head must be callable on features, got int 3"):
+        call("compiled", predictor=PREDICTOR.replace(head=3))
+    with pytest.raises(ValueError, match=r"hidden of shape \(3, 4\).*shape \(2,\)"):
+        aj.MLPHead(jnp.ones(2), jnp.ones((3, 4)), jnp.ones(4), jnp.ones(4))(jnp.ones((5, 2)))
+
+
+@pytest.mark.parametrize(
+    ("batches", "given"),
+    [
+        (None, "^batches.*None"),
+        (3, "^batches.*int 3"),
+        (["a"], "^calibration batch 0.*str 'a'"),
+        ([None], "^calibration batch 0.*None"),
+        ([{"x": object()}], "^calibration batch 0.*object"),
+        ([np.array(["a"])], "^calibration batch 0.*ndarray"),
+    ],
+    ids=["None", "int", "text inside", "None inside", "object inside", "text array inside"],
+)
+def test_batches_of_another_type_are_refused(batches, given):
+    with pytest.raises(TypeError, match=given):
+        aj.linen.compile(LINEN, {}, batches)
+    with pytest.raises(TypeError, match=given):
+        aj.nnx.compile(nnx_model(), batches)
+
+
+def test_a_model_of_the_other_framework_is_sent_to_its_own_compile():
+    with pytest.raises(TypeError, match=r"model.*got MultiHeadAttention; call asap_jax\.nnx\.comp"):
+        aj.linen.compile(nnx_model(), {}, [TOKENS])
+    with pytest.raises(TypeError, match=r"model.*DotProductAttention; call asap_jax\.linen\.comp"):
+        aj.nnx.compile(LINEN, [TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (lambda: aj.linen.compile(3, {}, [TOKENS]), "model.*int 3"),
+        (lambda: aj.nnx.compile(3, [TOKENS]), "model.*int 3"),
+        (lambda: aj.linen.compile(LINEN, [TOKENS], [TOKENS]), "variables.*list"),
+        (lambda: aj.linen.compile(LINEN, {}, [TOKENS], apply_kwargs=3), "apply_kwargs.*int 3"),
+        (lambda: aj.nnx.compile(nnx_model(), [TOKENS], forward=3), "forward.*int 3"),
+        (lambda: aj.nnx.Calibration({}), "options.*dict"),
+        (lambda: aj.nnx.Calibration().finish(nnx_model(), TOKENS), "report_batches.*ndarray"),
+        (lambda: aj.nnx.Calibration().add(nnx_model(), "a"), "calibration batch 0.*str 'a'"),
+        (lambda: aj.nnx.SinkhornAttention(3), "spec.*int 3"),
+        (lambda: aj.nnx.DiffAttention(4, depth=0, rngs=None), "rngs.*None"),
+        (
+            lambda: aj.nnx.DiffAttention(4, depth=0, rngs=nnx.Rngs(0), param_dtype="zz"),
+            "param_dtype.*zz",
+        ),
+        (lambda: aj.nnx.EspAttention(directions="a"), "directions.*str 'a'"),
+        (lambda: aj.nnx.set_esp_temperature(3, 0.1), "model.*int 3"),
+        (lambda: aj.nnx.set_esp_temperature(nnx_model(), "a"), "temperature.*str"),
+        (lambda: aj.sinkhorn_duals(SCORES, spec=3), "spec.*int 3"),
+        (lambda: aj.predict(3, TOKENS, TOKENS), "predictor.*int 3"),
+        (lambda: aj.NormalEquations.zero(2, num_heads="a"), "num_heads.*'a'"),
+        (lambda: aj.NormalEquations.zero(2, dtype="zz"), "dtype.*zz"),
+        (lambda: aj.NormalEquations.zero(2) + 3, ".*NormalEquations.*int"),
+        (lambda: aj.metrics.attention_rel_l2(SCORES, SCORES, pooled="a"), "pooled.*str"),
+        (lambda: aj.Candidate(3), "name.*int 3"),
+        (lambda: aj.load(3, like={}), "path.*int 3"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_arguments_of_another_type_are_refused(function, named):
+    with pytest.raises(TypeError, match=f"^{named}"):
+        function()

@@ -14,7 +14,7 @@ import pytest
 import reference
 
 import asap_jax as aj
-from asap_jax import kl
+from asap_jax import kl_plan, kl_search
 
 RIDGE = 1e-3
 BATCH, HEADS, LENGTH, DIM = 4, 2, 16, 8  # of a layer's activations
@@ -367,7 +367,7 @@ def test_the_report_of_a_fit_is_true(dtype, name, seed):
     assert fit.reason in ("gradient", "no_progress")
     if not single:
         assert fit.reason == "gradient"
-    assert 1 <= fit.num_steps <= kl.MAX_STEPS
+    assert 1 <= fit.num_steps <= kl_search.MAX_STEPS
     rtol = 1e-4 if single else 1e-10
     np.testing.assert_allclose(fit.objective, exact.value(case.w), rtol=rtol)
     np.testing.assert_allclose(fit.objective_ls, exact.value(case.start), rtol=rtol)
@@ -389,7 +389,7 @@ def test_fit_is_never_worse_than_least_squares_even_where_that_is_nearly_exact(s
 
 def blocks_of(arrays, mask=None, *, epsilon=1.0, key_mass="balanced"):
     """The microbatch of some arrays."""
-    return kl.make_block(*arrays, mask, epsilon=epsilon, key_mass=key_mass)
+    return kl_plan.make_block(*arrays, mask, epsilon=epsilon, key_mass=key_mass)
 
 
 def itself(block):
@@ -406,7 +406,7 @@ def sums_of(parts, num_heads=None):
     return sums
 
 
-def minimise(parts, *, in_memory, per_head=False, max_steps=kl.MAX_STEPS, epsilon=1.0):
+def minimise(parts, *, in_memory, per_head=False, max_steps=kl_search.MAX_STEPS, epsilon=1.0):
     """Drives the fit of some (arrays, mask) pairs, one microbatch each, either way."""
     blocks = [blocks_of(arrays, mask, epsilon=epsilon) for arrays, mask in parts]
     items = tuple(blocks)  # anything that is not a list is gone through again and again
@@ -415,7 +415,7 @@ def minimise(parts, *, in_memory, per_head=False, max_steps=kl.MAX_STEPS, epsilo
         for block in blocks:
             shapes[block.kernel.shape].append(block)
         items = [jax.tree.map(lambda *x: jnp.stack(x), *group) for group in shapes.values()]
-    return kl.minimise(
+    return kl_search.minimise(
         sums_of(parts, HEADS if per_head else None),
         items,
         itself,
@@ -852,7 +852,7 @@ def test_data_that_are_gone_on_the_second_pass_are_an_error():
     parts = [layer(0)]
     blocks = (blocks_of(*part) for part in parts)
     with pytest.raises(ValueError, match="re-iterable"):
-        kl.minimise(sums_of(parts), blocks, itself, epsilon=1.0, ridge=RIDGE, num_problems=8)
+        kl_search.minimise(sums_of(parts), blocks, itself, epsilon=1.0, ridge=RIDGE, num_problems=8)
 
 
 @pytest.mark.parametrize(

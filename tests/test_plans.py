@@ -268,6 +268,35 @@ def test_gradients_under_shard_map(implementation):
     chex.assert_trees_all_close(jax.jit(shards)(q, k, v), gradient(q, k, v), atol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(
+    "families",
+    [
+        (aj.SlicedPotentials(aj.slice_directions(0, 3, 4), outside="zero"),),
+        (aj.RankDisplacement(aj.slice_directions(0, 3, 4)),),
+        (aj.Moments(),),
+    ],
+    ids=["sliced", "rank", "moments"],
+)
+def test_compiled_layers_and_gradients_on_a_mesh_with_explicit_axes(families, masked):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 4))
+    mask = jnp.ones((2, 1, 5, 5), bool).at[1, ..., -2:].set(False) if masked else None
+    width = sum(family.num_features(4) for family in families)
+    attend = functools.partial(
+        aj.asap_attention,
+        spec=aj.SinkhornSpec(num_steps=4),
+        predictor=aj.Predictor(families, aj.LinearHead(jnp.ones(width) / width)),
+    )
+    loss = lambda q, k, v, mask: jnp.sum(attend(q, k, v, mask=mask) ** 2)
+    both = jax.jit(lambda *arrays: (attend(*arrays[:3], mask=arrays[3]), jax.grad(loss)(*arrays)))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
+    with jax.set_mesh(mesh):
+        found = jax.block_until_ready(both(*jax.device_put((q, k, v, mask), sharding)))
+    assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x in found)
+    chex.assert_trees_all_close(jax.device_get(found), both(q, k, v, mask), atol=1e-5)
+
+
 @pytest.mark.parametrize("closures", [0, 1, 2])
 def test_export_with_a_symbolic_batch(closures):
     """0 stands for the teacher, the others for compiled layers."""

@@ -57,25 +57,15 @@ def train(
         seed; the devices do not divide the batch; the loss is not finite; the disk is full; the
         run was interrupted (Ctrl-C or SIGTERM; it is saved first).
     """
-    devices = parallel.WAYS[way](recipe.batch_size)
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed)
     epoch_steps = batches.steps_per_epoch
     total = recipe.epochs * epoch_steps
     last = total if stop_after is None else min(stop_after, total)
-    tx = steps.optimizer(recipe, epoch_steps)
-    fresh = steps.create(models.build(recipe), tx, recipe.example_inputs(), seed)
-    take_step = devices.compile(
-        functools.partial(
-            steps.train_step,
-            model_at=models.training(recipe, total),
-            tx=tx,
-            accumulate=recipe.accumulate,
-        )
-    )
+    devices, create, take_step = programs(recipe, epoch_steps, way)
     share = parallel.share()
     make = lambda index: tuple(map(devices.feed, batches.at(index, share)))
     with Checkpoints(run) as checkpoints, _stop_on_signal() as interrupted:
-        state, start = _start(checkpoints, fresh, recipe, seed, resume)
+        state, start = _start(checkpoints, create(jax.random.key(seed)), recipe, seed, resume)
         state = devices.place(state)
         coming = Prefetch(make, start, last)
         with (
@@ -111,6 +101,31 @@ def train(
                     )
     state = devices.read(state)
     return Teacher(recipe, seed, int(state.step), {"params": state.params})
+
+
+@functools.lru_cache(maxsize=4)
+def programs(recipe: Recipe, epoch_steps: int, way: str):
+    """What a run computes with; kept, so that a run that goes on in one process compiles once.
+
+    Args:
+      recipe: what to train.
+      epoch_steps: steps an epoch.
+      way: a key of ``parallel.WAYS``.
+
+    Returns:
+      The devices, ``create(key)`` and ``step(state, inputs, labels)``.
+    """
+    devices = parallel.WAYS[way](recipe.batch_size)
+    tx = steps.optimizer(recipe, epoch_steps)
+    inputs = recipe.example_inputs()
+    create = jax.jit(lambda key: steps.create(models.build(recipe), tx, inputs, key))
+    step = functools.partial(
+        steps.train_step,
+        model_at=models.training(recipe, recipe.epochs * epoch_steps),
+        tx=tx,
+        accumulate=recipe.accumulate,
+    )
+    return devices, create, devices.compile(step)
 
 
 def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[steps.TrainState, int]:

@@ -1,9 +1,10 @@
 """Several devices and hosts: one pure training step, its batch shared out among them.
 
-Two ways with one interface, ``Sharded`` (``jax.jit`` over a mesh, the default) and ``Mapped``
-(``jax.pmap``).  Parameters and optimiser state are whole on every device; each takes an equal
-share of the batch.  Losses and gradients are those of one device but for rounding; dropout is the
-same under ``Sharded`` and drawn apart on every device under ``Mapped``.
+Three ways with one interface: ``Sharded`` (``jax.jit`` over a mesh, the default), ``Mapped``
+(``jax.pmap``) and ``Alone`` (one device).  Parameters and optimiser state are whole on every
+device; each takes an equal share of the batch.  Losses and gradients are those of one device but
+for rounding; dropout is the same under ``Sharded`` and drawn apart on every device under
+``Mapped``.
 
 Hosts are JAX processes (``connect``).  Each feeds its own devices with its own rows of the batch.
 """
@@ -70,7 +71,7 @@ class Mapped:
     def place(self, state: Any) -> Any:
         """A state of host arrays, once for every device along a new leading axis."""
         repeat = lambda x: np.broadcast_to(np.asarray(x), (self._count, *np.shape(x)))
-        return jax.pmap(lambda x: x)(jax.tree.map(repeat, state))
+        return jax.pmap(lambda x: x, axis_name=AXIS)(jax.tree.map(repeat, state))
 
     def feed(self, rows: np.ndarray) -> np.ndarray:
         """This host's rows of the batch as ``(devices, rows a device, ...)``."""
@@ -81,7 +82,39 @@ class Mapped:
         return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
 
 
-WAYS = {way.name: way for way in (Sharded, Mapped)}
+class Alone:
+    """The first device and plain ``jax.jit``: what the other ways are compared with."""
+
+    name = "alone"
+
+    def __init__(self, batch_size: int):
+        """Any ``batch_size`` will do.
+
+        Raises:
+          UserError: the run has several processes.
+        """
+        if jax.process_count() > 1:
+            raise UserError("--parallel alone is for one process: leave --coordinator out")
+        self._device = jax.local_devices()[0]
+
+    def compile(self, step: Callable) -> Callable:
+        """The step, jitted; the old state's buffers are reused."""
+        return jax.jit(step, donate_argnums=0)
+
+    def place(self, state: Any) -> Any:
+        """A state of host arrays, on the device."""
+        return jax.device_put(state, self._device)
+
+    def feed(self, rows: np.ndarray) -> jax.Array:
+        """The batch, on the device."""
+        return jax.device_put(rows, self._device)
+
+    def read(self, tree: Any) -> Any:
+        """What the step gave, as host arrays."""
+        return jax.tree.map(np.asarray, tree)
+
+
+WAYS = {way.name: way for way in (Sharded, Mapped, Alone)}
 
 
 def _check_divides(batch_size: int) -> None:

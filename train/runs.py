@@ -1,5 +1,6 @@
 """Run folders: where a run keeps its checkpoints, metrics, compiled model, tables and pictures."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -47,7 +48,8 @@ class MetricsLog:
 
     def __exit__(self, *_):
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk was reported when a line was written
+                self._file.close()
 
     def write(self, step: int, **values: Any) -> None:
         """Adds one line."""

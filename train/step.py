@@ -36,11 +36,16 @@ def optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformat
 
 
 def create(
-    model: nn.Module, tx: optax.GradientTransformation, inputs: jax.Array, seed: int
+    model: nn.Module, tx: optax.GradientTransformation, inputs: jax.Array, key: jax.Array
 ) -> TrainState:
-    """A fresh state; ``inputs`` is a batch that only lends its shape."""
-    key = jax.random.key(seed)
-    params = jax.jit(model.init)(key, inputs)["params"]
+    """A fresh state, to be jitted.
+
+    Args:
+      model, tx: what is trained, and by which optimiser.
+      inputs: a batch that only lends its shape.
+      key: of the run.
+    """
+    params = model.init(key, inputs)["params"]
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

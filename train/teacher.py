@@ -92,7 +92,7 @@ def load(run: str | os.PathLike) -> Teacher:
     def like(about: About) -> steps.TrainState:
         tx = steps.optimizer(about.recipe, 1)
         model, inputs = models.build(about.recipe), about.recipe.example_inputs()
-        return jax.eval_shape(lambda: steps.create(model, tx, inputs, 0))
+        return jax.eval_shape(lambda: steps.create(model, tx, inputs, jax.random.key(0)))
 
     with Checkpoints(run) as checkpoints:
         state, about = checkpoints.restore(like)

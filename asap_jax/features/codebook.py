@@ -75,7 +75,7 @@ class Codebook:
     ) -> jax.Array:
         """The features under ``coefficients`` ``(11,)`` or ``(H, 11)``, up to a constant."""
         columns, _ = self._columns(q, k, scale, query_valid, key_valid)
-        w = jnp.asarray(coefficients).astype(columns[0].dtype)
+        w = checks.array("coefficients", coefficients).astype(columns[0].dtype)
         w = w.reshape((1,) * (columns[0].ndim - w.ndim) + w.shape)
         return sum(column * w[..., i, None] for i, column in enumerate(columns))
 
@@ -84,10 +84,12 @@ class Codebook:
         q, k = checks.real_array("q", q), checks.real_array("k", k)
         checks.heads_last_dim(q, k)
         dtype = accumulation_dtype(q, k)
-        query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
-        key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+        query_valid = checks.validity("query_valid", query_valid, q[..., 0])
+        key_valid = checks.validity("key_valid", key_valid, k[..., 0])
         root = math.sqrt(resolve_scale(scale, q.shape[-1]))
         k = masks.zero_inactive(k.astype(dtype), key_valid)
+        if not hasattr(self.inner, "features"):
+            raise TypeError(f"inner must be a Predictor, got {checks.told(self.inner)}")
         h = evaluate(
             self.inner.features,
             self.inner.head,
@@ -184,7 +186,7 @@ def _square_distances(a, b):
 
 def _centres(name, centres, q):
     """Centres ``(R, d)`` or ``(H, R, d)`` with leading axes for those of ``q``."""
-    centres = jnp.asarray(centres)
+    centres = checks.array(f"{name} centres", centres)
     heads = q.ndim < 3 or centres.ndim == 2 or centres.shape[0] == q.shape[-3]
     if centres.ndim not in (2, 3) or centres.shape[-1] != q.shape[-1] or not heads:
         raise ValueError(

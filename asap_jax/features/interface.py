@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from asap_jax import slices
+from asap_jax import checks, slices
 
 FAMILIES: dict[str, type] = {}
 
@@ -31,6 +31,17 @@ def register(name: str):
         return cls
 
     return add
+
+
+def check_families(name: str, families: Any) -> None:
+    """Raises TypeError unless ``families`` is a tuple of feature families."""
+    checks.instance(name, families, tuple, "a tuple of feature families")
+    for family in families:
+        if isinstance(family, type) or not callable(family):
+            given = family.__name__ if isinstance(family, type) else checks.told(family)
+            raise TypeError(
+                f"{name} must hold feature families, for instance asap_jax.Moments(), got {given}"
+            )
 
 
 class Sliced:

@@ -90,7 +90,7 @@ class Moments:
         no feature is formed. Equal to the features' combination up to a constant per problem.
         """
         t = _moments(q, k, scale, query_valid, key_valid)
-        w = jnp.asarray(coefficients).astype(t.u.dtype)
+        w = checks.array("coefficients", coefficients).astype(t.u.dtype)
         d = t.u.shape[-1]
         if w.ndim == 1:
             w = jnp.broadcast_to(w, (*t.delta.shape[:-1], w.shape[-1]))
@@ -136,8 +136,8 @@ def _moments(q, k, scale, query_valid, key_valid) -> _Moments:
     checks.heads_last_dim(q, k)
     dtype = accumulation_dtype(q, k)
     root = math.sqrt(resolve_scale(scale, q.shape[-1]))
-    query_valid = checks.validity("query_valid", query_valid, q.shape[:-1])
-    key_valid = checks.validity("key_valid", key_valid, k.shape[:-1])
+    query_valid = checks.validity("query_valid", query_valid, q[..., 0])
+    key_valid = checks.validity("key_valid", key_valid, k[..., 0])
     q, k = root * q.astype(dtype), root * k.astype(dtype)
     common = masks.masked_mean(k, key_valid[..., None], -2)
     k = masks.zero_inactive(k - common, key_valid)

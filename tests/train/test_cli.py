@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from train import cli, data, recipes
+from train import cli, data, linear, recipes
 
-COMMANDS = ("demo", "recipes", "train", "compile", "evaluate")
+COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -60,6 +60,43 @@ def test_a_missing_data_set_names_the_cure(tmp_path, capsys):
     given = ["train", "demo", "--data-dir", str(tmp_path), "--run", str(tmp_path / "run")]
     assert cli.main(given) == 1
     assert "--data-dir DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["demo", "--num-steps", "0"], "num_steps"),
+        (["demo", "--batch-size", "-3"], "batch_size -3 must be at least 1"),
+        (
+            ["demo", "--batch-size", "5000"],
+            "batch_size 5000 must be in 1..2000, the training images",
+        ),
+        (["demo", "--batch-size", "51"], "does not share out evenly among 2 devices"),
+        (["demo", "--patch-size", "5"], "patch_size 5 must divide the 28x28 pixels"),
+        (["demo", "--epochs", "0"], "epochs 0 must be at least 1"),
+        (["demo", "--learning-rate", "nan"], "learning_rate nan must be above 0"),
+        (["demo", "--accumulate", "3"], "accumulate 3 must divide batch_size 50"),
+        (["ag_news", "--patch-size", "4"], "--patch-size is for image recipes"),
+        (["nothing"], "no recipe 'nothing': choose one of"),
+        (["imdb", "--process-id", "1"], "need --coordinator"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_setting_out_of_range_is_one_line_that_names_it(tmp_path, capsys, given, message):
+    assert cli.main(["train", *given, "--run", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_linear_baseline_is_printed(tiny, monkeypatch, capsys):
+    monkeypatch.setitem(recipes.RECIPES, "tiny", tiny)
+    monkeypatch.setattr(linear, "run", lambda recipe, split: (0.5, 0.01))
+    assert cli.main(["baseline", "tiny"]) == 0
+    assert "test accuracy 0.500 on 500 images: logistic regression on pixels" in (
+        capsys.readouterr().out
+    )
 
 
 def test_train_compile_evaluate_in_a_row(tiny, tmp_path, monkeypatch, capsys):

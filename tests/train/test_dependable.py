@@ -1,5 +1,6 @@
 """Runs that are killed, checkpoints that are damaged, disks that are full."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -85,10 +87,10 @@ def cut(folder):
 
 
 def flip(folder):
-    largest = max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    largest.write_bytes(content)
+    for file in folder.glob("state/**/d/*"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        file.write_bytes(content)
 
 
 def forge(folder):
@@ -157,11 +159,13 @@ def test_a_full_disk_is_reported_with_the_last_good_checkpoint(
 
 
 def test_a_log_that_cannot_be_written_is_reported(tmp_path):
-    with runs.MetricsLog(tmp_path) as log:
+    log = runs.MetricsLog(tmp_path)
+    log._file.close()
+    log._file = open("/dev/full", "a")  # noqa: SIM115
+    with pytest.raises(UserError, match=r"cannot write /dev/full \(No space left on device\)"):
+        log.write(1, loss=1.0)
+    with contextlib.suppress(OSError):
         log._file.close()
-        log._file = open("/dev/full", "a")  # noqa: SIM115
-        with pytest.raises(UserError, match=r"cannot write /dev/full \(No space left on device\)"):
-            log.write(1, loss=1.0)
 
 
 def test_parameters_that_are_not_finite_are_not_saved(minute, finished, tmp_path):
@@ -182,4 +186,4 @@ def finished_state(recipe):
     from train import step as steps
 
     tx = steps.optimizer(recipe, 1)
-    return steps.create(models.build(recipe), tx, recipe.example_inputs(), seed=0)
+    return steps.create(models.build(recipe), tx, recipe.example_inputs(), jax.random.key(0))

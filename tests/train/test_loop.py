@@ -26,7 +26,7 @@ def lines(run):
 def test_a_few_true_steps_lower_the_loss(tiny, examples):
     model, tx = models.build(tiny), steps.optimizer(tiny, 1000)
     images, labels = Batches(examples, tiny.pixels, 20, seed=0).at(0)
-    state = steps.create(model, tx, images, seed=0)
+    state = steps.create(model, tx, images, jax.random.key(0))
     take_step = jax.jit(
         functools.partial(steps.train_step, model_at=lambda step: model, tx=tx), donate_argnums=0
     )

@@ -1,7 +1,6 @@
 """The training loop against the bare jitted step, and what share of it waits for input."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 import tempfile
@@ -10,8 +9,7 @@ import time
 import jax
 import numpy as np
 
-from train import data, loop, machine, models, parallel, recipes, runs
-from train import step as steps
+from train import data, loop, machine, parallel, recipes, runs
 from train.data import Batches, Examples
 
 STEPS = 200
@@ -35,17 +33,14 @@ class Speed:
 
 def bare(recipe: recipes.Recipe, examples: Examples, count: int) -> float:
     """Steps a second of the jitted step alone."""
-    devices = parallel.Sharded(recipe.batch_size)
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed=0)
-    tx = steps.optimizer(recipe, batches.steps_per_epoch)
-    state = steps.create(models.build(recipe), tx, recipe.example_inputs(), seed=0)
-    state = devices.place(jax.tree.map(np.asarray, state))
-    step = functools.partial(steps.train_step, model_at=models.training(recipe, count), tx=tx)
-    take_step, batch = devices.compile(step), tuple(map(devices.feed, batches.at(0)))
-    state, _ = jax.block_until_ready(take_step(state, *batch))
+    devices, create, step = loop.programs(recipe, batches.steps_per_epoch, parallel.Sharded.name)
+    state = devices.place(jax.tree.map(np.asarray, create(jax.random.key(0))))
+    batch = tuple(map(devices.feed, batches.at(0)))
+    state, _ = jax.block_until_ready(step(state, *batch))
     began = time.perf_counter()
     for _ in range(count):
-        state, _ = take_step(state, *batch)
+        state, _ = step(state, *batch)
     jax.block_until_ready(state)
     return count / (time.perf_counter() - began)
 
