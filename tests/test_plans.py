@@ -194,8 +194,10 @@ def test_chunked_attention_and_its_gradient_are_those_of_the_whole(rng, monkeypa
 # ------------------------------------------------------------------------------ tile by tile
 
 
-@pytest.mark.parametrize(("size", "masked"), [(1, False), (300, True)])
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("size", "masked", "num_steps"),
+    [(1, False, 1), (1, False, 4), (300, True, 2), (300, True, 3), (300, True, 7)],
+)
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_tiles_give_the_dense_plan_and_its_gradient(rng, x64, side, num_steps, masked, size):
     q, k, v = (jnp.asarray(rng.normal(size=(2, 3, n, 4))) for n in (11, 7, 7))
