@@ -169,16 +169,12 @@ _families = features
 def _as_tuple(name: str, value: Any, wanted: str) -> Any:
     """``value``, a list as a tuple.
 
-    Trees are rebuilt with any objects for their leaves, so only what none would hold is refused:
-    TypeError for a text, or a family or a correction out of its tuple, and for texts and numbers
-    in it.
+    Trees are rebuilt with any objects for their leaves, orbax's with texts: only what none would
+    hold is refused here, with a TypeError, and the rest where it is used.
     """
-    value = tuple(value) if isinstance(value, list) else value
-    bare = isinstance(value, (str, Correction)) or callable(value)
-    for part in value if isinstance(value, tuple) else (value,) if bare else ():
-        if bare or isinstance(part, (str, int, float)):
-            raise TypeError(f"{name} must be a tuple of {wanted}, got {checks.told(part)}")
-    return value
+    if isinstance(value, Correction) or callable(value):
+        raise TypeError(f"{name} must be a tuple of {wanted}, got {checks.told(value)}")
+    return tuple(value) if isinstance(value, list) else value
 
 
 @flax.struct.dataclass

@@ -123,7 +123,7 @@ def test_an_epoch_shows_every_image_once_and_the_next_another_order(examples):
 
 @pytest.mark.parametrize("size", [0, 201])
 def test_a_batch_size_that_cannot_be_is_refused(size, examples, tiny):
-    with pytest.raises(ValueError, match=f"batch_size {size} must be in 1..200"):
+    with pytest.raises(extras.UserError, match=f"batch_size {size} must be in 1..200"):
         data.Batches(examples, tiny.pixels, size, seed=0)
 
 
