@@ -17,11 +17,11 @@ from train.bench import teacher as peers
 
 
 def test_esp_resources_prints_a_row_per_method_and_length(capsys):
-    rows = esp_resources.run(lengths=(4, 8))
+    rows = esp_resources.run(lengths=(4,))
     text = capsys.readouterr().out
-    assert [row.length for row in rows] == [4] * 6 + [8] * 6
+    assert [row.length for row in rows] == [4] * 6
     for name in ("Sinkhorn (S=3)", "Sinkhorn (S=10)", "Sinkhorn (S=20)", "ESP (soft)"):
-        assert text.count(name + " ") >= 2, name
+        assert text.count(name + " ") >= 1, name
     assert all(row.milliseconds > 0 and row.gibibytes > 0 for row in rows)
 
 
