@@ -21,6 +21,11 @@ if jax.__version_info__ < (0, 11):
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     )
 
+# XLA's optimisations cost more time here than they save. Bounds at the edge of float32 are for the
+# optimised programs that users run: modules that have such bounds keep them.
+jax.config.update("jax_disable_most_optimizations", True)
+OPTIMISED = ("test_moments",)
+
 # Many programs are small and compiled more than once: by both processes, by module after module, by
 # the next run. They are kept in .pytest_cache.
 COMPILED = {
@@ -43,7 +48,8 @@ hypothesis.settings.load_profile("suite")
 
 @pytest.fixture(autouse=True, scope="module")
 def numerics(request):
-    """Strict promotion for the library; the usual one for training (optax.adam needs it)."""
+    """Strict promotion for the library, the usual one for training (optax.adam needs it)."""
+    jax.config.update("jax_disable_most_optimizations", request.path.stem not in OPTIMISED)
     if TESTS / "train" in request.path.parents:
         yield
     else:

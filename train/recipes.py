@@ -49,8 +49,8 @@ DEMO = Recipe(
 FASHION_MNIST = Recipe(
     name="fashion_mnist",
     summary="4-layer ViT with S=10 on Fashion-MNIST",
-    cost="not measured yet (12,000 images: 3,600 steps)",
-    expected="not measured yet",
+    cost="9 minutes on 2 CPU cores that were shared (12,000 images: 3,600 steps)",
+    expected="0.858 on 10,000 test images (seed 0)",
     dataset="fashion_mnist",
     image_shape=(28, 28, 1),
     num_classes=10,

@@ -60,7 +60,7 @@ def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, mon
 
     compiling_teacher = compiling.compile_teacher
     monkeypatch.setattr(compiling, "compile_teacher", counted)
-    kept = ("-KL-0", "shared", "Predict", "-0, residual", "M=150")
+    kept = ("-KL-0", "Predict", "-0, residual", "M=150")
     monkeypatch.setattr(ablations, "IMAGES", (150, 10_000))
     every = ablations.settings
     monkeypatch.setattr(
@@ -80,8 +80,8 @@ def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, mon
         *("ASAP-0", "ASAP", "ASAP-KL-0 (L=32)"),
     ]
     assert names[-1] == "teacher"
-    # ASAP-0 and ASAP of one fit share it: KL, M=150, shared, both duals, residual, default.
-    assert len(fits) == 6
+    # ASAP-0 and ASAP of one fit share it: KL, M=150, both duals, residual, default.
+    assert len(fits) == 5
     assert "10000" in table.facts["left out"]
     assert all(np.isfinite(row.rel_l2) for row in table.rows)
     for row in table.rows[5:-1]:  # a key closure balances columns; without one nothing is exact

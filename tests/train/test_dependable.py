@@ -62,7 +62,12 @@ def child(folder, when):
     return subprocess.run(
         [sys.executable, "-c", CHILD, str(folder), str(when)],
         cwd=data.PACKAGED.parent.parent,
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_COMPILATION_CACHE_DIR": str(folder)},
+        env={
+            **os.environ,
+            "JAX_NUM_CPU_DEVICES": "2",
+            "JAX_COMPILATION_CACHE_DIR": str(folder),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as here, or bits differ
+        },
         capture_output=True,
         text=True,
         timeout=240,
