@@ -3,45 +3,11 @@
 import pathlib
 import shutil
 import time
-from collections.abc import Sequence
 
 import asap_jax as aj
-from train import compiling, fidelity, loop, operators, picture, progress, recipes, runs, teacher
-from train.data import Examples
-from train.operators import Operator
+from train import compiling, fidelity, loop, picture, progress, recipes, runs, teacher
+from train.moment_rows import moment_rows
 from train.table import Table
-
-
-def moment_rows(
-    trained: teacher.Teacher,
-    examples: Examples,
-    counts: Sequence[int] = (1, 2, 3),
-    num_images: int = compiling.NUM_IMAGES,
-) -> list[Operator]:
-    """Rows past the paper: moment features per head, one fit for each number of closures.
-
-    Args:
-      trained: a Sinkhorn teacher of more steps than any of ``counts``.
-      examples: the training split.
-      counts: numbers of closures.
-      num_images: calibration examples.
-    """
-    rows = []
-    for count in counts:
-        options = aj.Options(
-            seed=trained.seed,
-            features="moments",
-            coefficients="per_head",
-            closures=count,
-            ridge=1e-5,
-            ridge_scale="trace",
-        )
-        variables = compiling.compile_teacher(
-            trained, examples, options, num_images=num_images
-        ).variables
-        name = f"Moments, {count} closure{'s' if count > 1 else ''}"
-        rows.append(operators.compiled_row(name, trained.recipe, variables, count))
-    return rows
 
 
 def run(seed: int, out: pathlib.Path, recipe: recipes.Recipe = recipes.DEMO) -> Table:

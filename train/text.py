@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from train import parallel
 from train.extras import UserError, need
 from train.models.text import PAD
 
@@ -112,6 +113,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int):
 def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike | None):
     """The run's tokenizer: the stored one, else one trained on ``texts`` and stored.
 
+    Of several hosts each trains the same one and the first stores it.
+
     Args:
       texts: the training split.
       tokens: gives the size of the vocabulary.
@@ -124,7 +127,7 @@ def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike |
     if path is not None and path.exists():
         return _stored(path, tokens)
     tokenizer = train_tokenizer(texts, tokens.vocab_size)
-    if path is not None:
+    if path is not None and parallel.is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".tmp")
         tokenizer.save(str(draft))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -156,6 +157,7 @@ def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
         subprocess.Popen(
             [sys.executable, "-c", HOST, str(tmp_path), port, str(index)],
             cwd=root,
+            env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # as here
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -66,6 +66,15 @@ def test_the_stored_tokenizer_is_used_and_a_damaged_one_named(tmp_path):
         text.tokenizer_for(SENTENCES, TOKENS, tmp_path)
 
 
+def test_of_several_hosts_the_first_stores_the_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    second = text.tokenizer_for(SENTENCES, TOKENS, tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    assert text.tokenizer_for(SENTENCES, TOKENS, tmp_path).to_str() == second.to_str()
+    assert (tmp_path / text.FILE).exists()
+
+
 def test_batches_of_texts_depend_on_seed_and_step_and_hide_tokens_but_no_pads(rng):
     rows = rng.integers(2, 60, (100, 7)).astype(np.int32)
     rows[:, 5:] = 0

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import asap_jax as aj
-from train import compiling, demo, operators
+from train import compiling, operators
 from train.data import Examples
+from train.moment_rows import counted, moment_rows
 from train.operators import Operator
 from train.teacher import Teacher
 
@@ -55,7 +56,7 @@ def entries(
     rows = operators.compiled(recipe, paper.variables)
     found += [compiled_entry(row, "ASAP (paper)", spec) for row in rows]
     report(1, "ASAP")
-    rows = demo.moment_rows(trained, examples, counts, num_images)
+    rows = moment_rows(trained, examples, counts, num_images)
     found += [compiled_entry(row, "Moments", spec) for row in rows]
     report(2, "moments")
     for done, count in enumerate(counts, 3):
@@ -68,7 +69,7 @@ def entries(
             time_limit=None,
         )
         result = fit(options)
-        name = f"Auto, {count} closure{'s' if count > 1 else ''}"
+        name = counted("Auto", count)
         row = operators.compiled_row(name, recipe, result.variables, count)
         chosen = {path: str(one.fit["candidate"]) for path, one in result.report.layers.items()}
         found.append(compiled_entry(row, "Auto", spec, chosen))
