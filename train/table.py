@@ -100,7 +100,10 @@ class Table:
 
 
 def draw(console, title: str, headings: list[str], rows: list[list[str]], *, gap: int = 2) -> None:
-    """Prints cells to a rich console, ``gap`` (1 or 2) apart: names, then columns of numbers."""
+    """Prints cells to a rich console, ``gap`` (1 or 2) apart: names, then columns of numbers.
+
+    Nothing is cut off: where the table is wider than the console its lines are longer.
+    """
     drawn = need("rich.table").Table(
         title=title,
         title_style="bold",
@@ -113,7 +116,12 @@ def draw(console, title: str, headings: list[str], rows: list[list[str]], *, gap
         drawn.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for cells in rows:
         drawn.add_row(*cells)
+    unlimited = console.options.update(max_width=10_000)
+    needed = need("rich.measure").Measurement.get(console, unlimited, drawn).maximum
+    width = console.width
+    console.width = max(needed, width)
     console.print(drawn, soft_wrap=False)
+    console.width = width
 
 
 def markdown_lines(headings: list[str], rows: list[list[str]]) -> list[str]:

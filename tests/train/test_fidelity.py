@@ -14,7 +14,7 @@ import rich.console
 import asap_jax as aj
 from train import compiling, demo, fidelity, loop, operators, picture, teacher, timing
 from train.extras import UserError
-from train.table import COLUMNS
+from train.table import COLUMNS, draw
 
 ROWS = [
     "softmax swap",
@@ -134,6 +134,16 @@ def test_the_table_is_written_with_what_it_was_measured_on(table, tmp_path):
     assert [row["name"] for row in stored["rows"]] == ROWS
     assert stored["rows"][-1]["rel_l2"] == 0.0
     assert stored["facts"] == table.facts
+
+
+def test_a_table_wider_than_the_console_loses_nothing():
+    out = io.StringIO()
+    console = rich.console.Console(file=out, width=40)
+    name, cells = "ASAP, residual log-sum-exp fit, token bias (L=256)", ["0.123"] * 8
+    draw(console, "wide", ["attention", *"abcdefgh"], [[name, *cells]])
+    assert out.getvalue().count("0.123") == 8
+    assert name in out.getvalue()
+    assert console.width == 40
 
 
 def test_the_table_prints_whole_in_100_columns(table):
