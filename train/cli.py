@@ -108,6 +108,9 @@ def _add_train(subs) -> None:
         metavar="P",
         help="side of a patch in pixels (default: the recipe's)",
     )
+    sub.add_argument(
+        "--length", type=int, metavar="TOKENS", help="tokens kept of a text (default: the recipe's)"
+    )
     sub.add_argument("--epochs", type=int, help="epochs (default: the recipe's)")
     sub.add_argument("--batch-size", type=int, help="examples a step (default: the recipe's)")
     sub.add_argument("--learning-rate", type=float, help="Adam's (default: the recipe's)")

@@ -89,11 +89,15 @@ def _recipe(options) -> recipe_list.Recipe:
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.patch_size is not None and recipe.tokens is not None:
         raise UserError(f"recipe {recipe.name!r} reads texts: --patch-size is for image recipes")
+    if options.length is not None and recipe.tokens is None:
+        raise UserError(f"recipe {recipe.name!r} reads images: --length is for text recipes")
     try:
         if options.num_steps is not None:
             given["spec"] = dataclasses.replace(recipe.spec, num_steps=options.num_steps)
         if options.patch_size is not None:
             given["model"] = dataclasses.replace(recipe.model, patch_size=options.patch_size)
+        if options.length is not None:
+            given["tokens"] = dataclasses.replace(recipe.tokens, length=options.length)
         return dataclasses.replace(recipe, **given)
     except ValueError as fault:
         raise UserError(str(fault)) from fault

@@ -59,6 +59,14 @@ class Tokens:
     length: int
     unknown: float = 0.0
 
+    def __post_init__(self):
+        if self.length < 1:
+            raise ValueError(f"length {self.length} must be at least 1")
+        if self.vocab_size <= len(SPECIAL):
+            raise ValueError(f"vocab_size {self.vocab_size} must be above {len(SPECIAL)}")
+        if not 0 <= self.unknown < 1:
+            raise ValueError(f"unknown {self.unknown} must be in [0, 1)")
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one input."""

@@ -77,6 +77,8 @@ def test_a_missing_data_set_names_the_cure(tmp_path, capsys):
         (["demo", "--learning-rate", "nan"], "learning_rate nan must be above 0"),
         (["demo", "--accumulate", "3"], "accumulate 3 must divide batch_size 50"),
         (["ag_news", "--patch-size", "4"], "--patch-size is for image recipes"),
+        (["demo", "--length", "64"], "--length is for text recipes"),
+        (["ag_news", "--length", "0"], "length 0 must be at least 1"),
         (["nothing"], "no recipe 'nothing': choose one of"),
         (["imdb", "--process-id", "1"], "need --coordinator"),
     ],
