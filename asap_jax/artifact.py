@@ -34,7 +34,7 @@ from asap_jax.options import Options
 from asap_jax.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor
 from asap_jax.spec import SinkhornSpec
 
-FORMAT = 2
+FORMAT = 3
 MAGIC = "asap_jax compiled model"
 _TYPES = {
     "SinkhornSpec": SinkhornSpec,

@@ -23,6 +23,13 @@ from asap_jax.sinkhorn import sinkhorn_duals
 from asap_jax.spec import SinkhornSpec
 
 
+def settle(record: Record, padding: str | None) -> Record:
+    """The record with another ``padding`` in its spec; as it is for None."""
+    if padding is None:
+        return record
+    return record.replace(spec=dataclasses.replace(record.spec, padding=padding))
+
+
 def target_dual(p: inputs.Problem, spec: SinkhornSpec, target: str | int):
     """A dual of the teacher in cost coordinates, centred, and its side.
 

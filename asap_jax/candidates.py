@@ -31,7 +31,7 @@ from asap_jax.capture import Record
 from asap_jax.features import Codebook, Moments
 from asap_jax.least_squares import RIDGE_SCALES, NormalEquations
 from asap_jax.predictor import Correction, LinearHead, Predictor
-from asap_jax.spec import SinkhornSpec
+from asap_jax.spec import PADDINGS, SinkhornSpec
 
 NUM_TOKENS = 8192  # tokens per head and side that a codebook is made from
 
@@ -46,6 +46,7 @@ class Candidate:
       num_centres: R, centres per head and side.
       chain: correct the dual after every closure but the last.
       rows: ``"active"`` or ``"all"``, see ``Options``.
+      padding: which tokens carry features, see ``Predictor``; None leaves it to the spec.
       damping: None for plain least squares; else the last stage before a single closure is
         weighted by the curvature of its KL objective, so damped.
       coefficients: ``"per_head"`` or ``"pooled"``.
@@ -59,6 +60,7 @@ class Candidate:
     num_centres: int = 16
     chain: bool = False
     rows: str = "active"
+    padding: str | None = None
     damping: float | None = None
     coefficients: str = "per_head"
     ridge: float = 1e-5
@@ -77,6 +79,8 @@ class Candidate:
         checks.positive_int("num_centres", self.num_centres)
         checks.static_bool("chain", self.chain)
         checks.one_of("rows", self.rows, ("active", "all"))
+        if self.padding is not None:
+            checks.one_of("padding", self.padding, PADDINGS)
         checks.one_of("coefficients", self.coefficients, ("per_head", "pooled"))
         checks.non_negative_float("ridge", self.ridge)
         checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
@@ -89,28 +93,32 @@ class Candidate:
             return False
         if self.damping is not None and num_closures != 1:
             return False
-        return masked or self.rows == "active"
+        return masked or (self.rows == "active" and self.padding != "self")
 
+
+# Features of all tokens in the closures: padded queries carry column mass, and so say much of the
+# key dual (`python -m train study fidelity`).
+_every = functools.partial(Candidate, padding="none")
 
 # In the order of what they cost to run; all of them are least squares and quick to fit.
 CANDIDATES = (
-    Candidate("moments"),
-    Candidate("moments, all rows", rows="all"),
-    Candidate("moments, weighted", damping=0.1),
-    Candidate("moments, chain", chain=True),
-    Candidate("codebook", rounds=2),
-    Candidate("codebook, weighted", rounds=2, damping=0.1),
-    Candidate("codebook, chain", rounds=2, chain=True),
+    _every("moments"),
+    Candidate("moments, active tokens", padding="self"),
+    _every("moments, weighted", damping=0.1),
+    _every("moments, chain", chain=True),
+    _every("codebook", rounds=2),
+    _every("codebook, weighted", rounds=2, damping=0.1),
+    _every("codebook, chain", rounds=2, chain=True),
 )
 
 # Beside those, some that take many passes over the calibration data to fit.
 THOROUGH = (
     *CANDIDATES,
-    Candidate("moments, tuned", tuned=40),
-    Candidate("moments, chain, tuned", chain=True, tuned=40),
-    Candidate("codebook, tuned", rounds=2, tuned=40),
-    Candidate("codebook, chain, tuned", rounds=2, chain=True, tuned=40),
-    Candidate("codebook, chain, hidden", rounds=2, chain=True, tuned=60, hidden=16),
+    _every("moments, tuned", tuned=40),
+    _every("moments, chain, tuned", chain=True, tuned=40),
+    _every("codebook, tuned", rounds=2, tuned=40),
+    _every("codebook, chain, tuned", rounds=2, chain=True, tuned=40),
+    _every("codebook, chain, hidden", rounds=2, chain=True, tuned=60, hidden=16),
 )
 
 
@@ -132,7 +140,8 @@ def fit(
     Raises:
       ValueError: no active token.
     """
-    spec = records[0].spec
+    records = [calibrate.settle(record, candidate.padding) for record in records]
+    spec, padding = records[0].spec, candidate.padding
     books = _codebooks(candidate, records, seed) if candidate.rounds else {}
     predictor, figures = None, {}
     for level in range(candidate.rounds + 1):
@@ -154,7 +163,7 @@ def fit(
             for record in records
         ]
         head, figures, whitening = _solve(candidate, sums)
-        predictor = Predictor(families, head, side=side)
+        predictor = Predictor(families, head, side=side, padding=padding)
     whitenings = [whitening]
     for taken in range(1, num_closures if candidate.chain else 1):
         sums = [

@@ -58,6 +58,7 @@ class LayerFit:
         """
         options = self.options
         check(record, self.path, where)
+        record = calibrate.settle(record, options.padding)
         new = [
             calibrate.layer_sums(
                 record,
@@ -128,7 +129,7 @@ class LayerFit:
         if self.options.closures == "none":
             total, count = (x.sum(-1) for x in self.offset)
             query, key = (
-                Predictor(stacked, LinearHead(head), side=side)
+                Predictor(stacked, LinearHead(head), side=side, padding=self.options.padding)
                 for (head, _), side in zip(heads, ("query", "key"), strict=True)
             )
             return DualPair(query, key, total / jnp.maximum(count, jnp.ones_like(count)))
@@ -141,6 +142,7 @@ class LayerFit:
             token_bias=bias if self.options.token_bias else None,
             side=side,
             baseline=self.options.baseline,
+            padding=self.options.padding,
         )
 
     def _solve_one(self, index, stream, shared):
@@ -206,6 +208,7 @@ class _Stream(Iterable):
 
     def __iter__(self):
         for record in self.stream():
+            record = calibrate.settle(record, self.layer.options.padding)
             yield calibrate.kl_item(unstack(record)[self.index], self.layer.families)
 
 

@@ -214,6 +214,7 @@ def compile(
     ridge: float = 1e-3,
     ridge_scale: str = "absolute",
     rows: str = "active",
+    padding: str | None = None,
     weighting: str = "none",
     damping: float = 0.1,
     coefficients: str = "pooled",
@@ -239,8 +240,8 @@ def compile(
         once; jitted inside it, it must itself pass ``mutable=["asap_capture"]`` and return
         ``(output, state)``.
       holdout, seed, layers, recipe, objective, num_slices, closures, ridge,
-        ridge_scale, rows, weighting, damping, coefficients, in_memory, features, slice_kind,
-        baseline, token_bias, candidates, time_limit, ladder: see ``asap_jax.Options``.
+        ridge_scale, rows, padding, weighting, damping, coefficients, in_memory, features,
+        slice_kind, baseline, token_bias, candidates, time_limit, ladder: see ``asap_jax.Options``.
 
     Returns:
       CompileResult with ``.variables`` (the compiled model's) and ``.report``.
@@ -261,6 +262,7 @@ def compile(
         ridge=ridge,
         ridge_scale=ridge_scale,
         rows=rows,
+        padding=padding,
         weighting=weighting,
         damping=damping,
         coefficients=coefficients,

@@ -231,6 +231,7 @@ def compile(
     ridge: float = 1e-3,
     ridge_scale: str = "absolute",
     rows: str = "active",
+    padding: str | None = None,
     weighting: str = "none",
     damping: float = 0.1,
     coefficients: str = "pooled",
@@ -252,8 +253,8 @@ def compile(
       apply_kwargs: further keywords of the call.
       forward: ``forward(model, batch)`` instead of calling the model.
       holdout, seed, layers, recipe, objective, num_slices, closures, ridge,
-        ridge_scale, rows, weighting, damping, coefficients, in_memory, features, slice_kind,
-        baseline, token_bias, candidates, time_limit, ladder: see ``asap_jax.Options``.
+        ridge_scale, rows, padding, weighting, damping, coefficients, in_memory, features,
+        slice_kind, baseline, token_bias, candidates, time_limit, ladder: see ``asap_jax.Options``.
 
     Returns:
       CompileResult with ``.model``, a compiled copy in the mode of ``model``, and ``.report``.
@@ -272,6 +273,7 @@ def compile(
         ridge=ridge,
         ridge_scale=ridge_scale,
         rows=rows,
+        padding=padding,
         weighting=weighting,
         damping=damping,
         coefficients=coefficients,

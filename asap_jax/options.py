@@ -13,7 +13,7 @@ from asap_jax.candidates import Candidate
 from asap_jax.features import FAMILIES, check_families
 from asap_jax.least_squares import RIDGE_SCALES
 from asap_jax.predictor import BASELINES
-from asap_jax.spec import SinkhornSpec
+from asap_jax.spec import PADDINGS, SinkhornSpec
 
 RECIPES = ("paper", "auto")
 OBJECTIVES = ("ls", "kl")
@@ -23,7 +23,7 @@ WEIGHTINGS = ("none", "gauss_newton")
 LADDER = (1, 2, 3)
 # Settings that the automatic recipe takes from its candidates.
 _PAPER_ONLY = (
-    "objective", "num_slices", "ridge", "ridge_scale", "rows", "weighting", "damping",
+    "objective", "num_slices", "ridge", "ridge_scale", "rows", "padding", "weighting", "damping",
     "coefficients", "in_memory", "features", "slice_kind", "baseline", "token_bias",
 )  # fmt: skip
 
@@ -50,6 +50,7 @@ class Options:
       ridge_scale: ``"absolute"``, ``"trace"`` or ``"diagonal"``, see ``NormalEquations.solve``.
       rows: regression rows: ``"active"`` tokens, or ``"all"`` that take part in the closures
         (padded queries under a key-only mask too).
+      padding: which tokens carry features, see ``Predictor``; None leaves it to the layer's spec.
       weighting: ``"none"``, or ``"gauss_newton"``: rows weighted by the curvature of the KL
         objective of one closure (``closures="one_sided"`` or ``1``).
       damping: in (0, 1], the share of plain least squares in a weighted fit.
@@ -86,6 +87,7 @@ class Options:
     ridge: float = 1e-3
     ridge_scale: str = "absolute"
     rows: str = "active"
+    padding: str | None = None
     weighting: str = "none"
     damping: float = 0.1
     coefficients: str = "pooled"
@@ -109,6 +111,8 @@ class Options:
         checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
         checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
         checks.one_of("rows", self.rows, ROWS)
+        if self.padding is not None:
+            checks.one_of("padding", self.padding, PADDINGS)
         checks.one_of("weighting", self.weighting, WEIGHTINGS)
         object.__setattr__(self, "damping", checks.positive_float("damping", self.damping))
         if self.damping > 1:

@@ -5,6 +5,7 @@ Paper, eq. asap_source_prediction: ``f_hat = Pi_0(X_Theta(Q, K) omega)``.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, ctransform, features, masks
 from asap_jax.scores import query_shift
+from asap_jax.spec import PADDINGS, SinkhornSpec
 
 SIDES = ("query", "key")
 BASELINES = ("none", "first_step")
@@ -111,6 +113,9 @@ class Predictor:
       side: ``"query"`` or ``"key"``: whose dual this is.
       baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
         of that side from the zero dual (residual log-sum-exp).
+      padding: which tokens carry features, see ``SinkhornSpec``; None leaves it to the spec.
+        ``"none"`` takes in padded queries that a key mask leaves in the closures: they carry
+        column mass, so the key dual depends on them.
     """
 
     features: tuple[Any, ...]
@@ -120,6 +125,7 @@ class Predictor:
     statistics: Any
     side: str = flax.struct.field(pytree_node=False)
     baseline: str = flax.struct.field(pytree_node=False)
+    padding: str | None = flax.struct.field(pytree_node=False)
 
     def __init__(
         self,
@@ -133,6 +139,7 @@ class Predictor:
         statistics=None,
         side="query",
         baseline="none",
+        padding=None,
     ):
         if directions is not None:
             if not isinstance(features, (tuple, list)):
@@ -144,6 +151,8 @@ class Predictor:
             head = LinearHead(coefficients)
         checks.one_of("side", side, SIDES)
         checks.one_of("baseline", baseline, BASELINES)
+        if padding is not None:
+            checks.one_of("padding", padding, PADDINGS)
         features = _as_tuple("features", features, "feature families, such as Moments()")
         corrections = _as_tuple("corrections", corrections, "Corrections")
         for name, value in dict(
@@ -154,8 +163,15 @@ class Predictor:
             statistics=statistics,
             side=side,
             baseline=baseline,
+            padding=padding,
         ).items():
             object.__setattr__(self, name, value)
+
+    def settled(self, spec: SinkhornSpec) -> SinkhornSpec:
+        """``spec`` with this predictor's say on which tokens carry features."""
+        if self.padding is None:
+            return spec
+        return dataclasses.replace(spec, padding=self.padding)
 
     @property
     def coefficients(self) -> jax.Array:

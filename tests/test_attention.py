@@ -1,5 +1,6 @@
 """Attention functions in Flax's layout: the teacher, the compiled layer, softmax."""
 
+import dataclasses
 import functools
 
 import chex
@@ -196,6 +197,14 @@ def test_compiled_layer_with_bias_and_masks_follows_the_reference(rng, key_mass,
         )
         np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
         np.testing.assert_allclose(out, expected_out, rtol=0, atol=5e-5)
+        other = {"self": "none", "none": "self"}[padding]
+        overruled = compiled(
+            q, k, v, bias, jnp.asarray(mask),
+            predictor=predictor.replace(padding=padding),
+            spec=dataclasses.replace(spec, padding=other),
+            return_weights=True,
+        )  # fmt: skip
+        chex.assert_trees_all_equal(overruled, (out, weights))
 
 
 def test_coefficients_may_differ_per_head(rng):

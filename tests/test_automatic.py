@@ -147,14 +147,21 @@ def test_compiled_states_come_back_from_a_file(rng, tmp_path, closures):
 
 
 def test_masked_batches(rng):
-    """Key masks: all rows are a candidate of their own; an empty batch counts for nothing."""
-    tries = (aj.Candidate("active"), aj.Candidate("all", rows="all"))
+    """Key masks: what padded queries add makes candidates; an empty batch counts for nothing."""
+    tries = (
+        aj.Candidate("spec's", padding="self"),
+        aj.Candidate("rows", rows="all"),
+        aj.Candidate("features", padding="none"),
+    )
     mask = problems.key_padding([LENGTH, 4, 5], LENGTH)
     batches = [{"x": x, "mask": mask} for x in data(rng, 4)]
     result = compile_auto(batches, candidates=tries)
-    assert set(result.report.layers[FIRST].fit["choice"]) == {"active", "all"}
+    assert set(result.report.layers[FIRST].fit["choice"]) == {"spec's", "rows", "features"}
+    for state in result.states.values():
+        assert state.predictor.padding in (None, "self", "none")
     empty = {"x": batches[3]["x"], "mask": np.zeros_like(mask)}
-    again = compile_auto([*batches, empty], candidates=tries[:1])
+    again = compile_auto([*batches, empty], candidates=tries[2:])
+    assert {state.predictor.padding for state in again.states.values()} == {"none"}
     assert math.isfinite(again.report.layers[FIRST].rows["ASAP n=2"]["rel_l2"])
 
 
@@ -223,7 +230,7 @@ def test_settings_of_the_recipe_are_refused_elsewhere(name):
 @pytest.mark.parametrize("settings", [
     {"rounds": -1}, {"rounds": True}, {"num_centres": 0}, {"rows": "some"},
     {"coefficients": "shared"}, {"ridge": -1.0}, {"ridge_scale": "some"}, {"damping": 2.0},
-    {"damping": -0.1},
+    {"damping": -0.1}, {"padding": "left"},
 ], ids=str)  # fmt: skip
 def test_candidates_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match="|".join(settings)):

@@ -1,11 +1,14 @@
 """Feature families in a compile: by name, by instance, together, and through a file."""
 
+import dataclasses
+
 import chex
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_compile import FIRST, SLICES, compile_model, data, teacher
+from test_compile import FIRST, SLICES, SPEC, Model, compile_model, data, teacher
 
 import asap_jax as aj
 from asap_jax.features import FAMILIES, register
@@ -72,7 +75,7 @@ def test_a_new_family_touches_no_other_file(rng, tmp_path):
 @pytest.mark.parametrize("settings", [
     {"weighting": "gauss_newton"}, {"weighting": "gauss_newton", "closures": 2},
     {"weighting": "newton"}, {"rows": "some"}, {"ridge_scale": "none"}, {"damping": 0.0},
-    {"damping": 1.5}, {"objective": "kl", "rows": "all"},
+    {"damping": 1.5}, {"objective": "kl", "rows": "all"}, {"padding": "left"},
 ], ids=str)  # fmt: skip
 def test_settings_of_the_fit_that_do_not_go_together_are_refused(settings):
     with pytest.raises(ValueError, match="|".join(settings)):
@@ -90,3 +93,26 @@ def test_settings_of_the_fit_reach_it(rng, settings):
     other = compile_model(batches, **{"closures": 2, **settings}, features="moments")
     coefficients = lambda result: result.states[FIRST].predictor.coefficients
     assert jnp.abs(coefficients(other) - coefficients(plain)).max() > 1e-4
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"objective": "kl"}, {"objective": "kl", "in_memory": False}, {"closures": 2},
+    {"closures": "none"},
+], ids=str)  # fmt: skip
+def test_padding_of_a_fit_is_that_of_a_spec_which_says_so(rng, settings):
+    """Padded queries of a key mask carry features: coefficients, weights and report agree."""
+    mask = np.arange(6).reshape(1, 1, 1, 6) < 4
+    batches = [{"x": x, "mask": mask} for x in data(rng)]
+    _, variables = teacher()
+    model = lambda padding: Model((dataclasses.replace(SPEC, padding=padding),) * 2)
+    told = compile_model(batches, model("self"), variables, padding="none", **settings)
+    meant = compile_model(batches, model("none"), variables, **settings)
+    plain = compile_model(batches, model("self"), variables, **settings)
+    leaves = lambda result: jax.tree.leaves([s.predictor for s in result.states.values()])
+    chex.assert_trees_all_close(leaves(told), leaves(meant), rtol=1e-6)
+    for layer in told.report.layers:
+        rows = [one.report.layers[layer].rows for one in (told, meant, plain)]
+        for name in rows[0]:
+            assert rows[0][name]["rel_l2"] == pytest.approx(rows[1][name]["rel_l2"], rel=1e-5)
+        ours = next(name for name in rows[0] if "Sinkhorn" not in name)
+        assert rows[0][ours]["rel_l2"] != rows[2][ours]["rel_l2"]

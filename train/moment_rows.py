@@ -29,6 +29,7 @@ def moment_rows(
             seed=trained.seed,
             features="moments",
             coefficients="per_head",
+            padding="none",
             closures=count,
             ridge=1e-5,
             ridge_scale="trace",
