@@ -333,6 +333,11 @@ def _add_study(subs) -> None:
         help="let the automatic recipe try the candidates that take long to fit too",
     )
     sub.add_argument(
+        "--again",
+        action="store_true",
+        help="measure anew, also where a run folder keeps figures of the same settings",
+    )
+    sub.add_argument(
         "--out",
         type=pathlib.Path,
         default=runs.DEFAULT / "study",

@@ -162,6 +162,7 @@ def study(options) -> None:
         test_examples=options.test_examples,
         num_images=options.calibration,
         thorough=options.thorough,
+        again=options.again,
     )
     found.print(progress.console())
     for path in written:

@@ -15,7 +15,7 @@ import asap_jax as aj
 from asap_jax.capture import Record
 from train import cli, fidelity, loop, operators, study, teacher
 from train.extras import UserError
-from train.study import entries, extra_cost, groups, measuring, plot, table
+from train.study import entries, extra_cost, groups, kept, measuring, plot, table
 
 NAMES = [
     *("softmax swap", "Sinkhorn S=2", "Sinkhorn S=3", "ASAP-0", "ASAP"),
@@ -386,3 +386,29 @@ def test_an_entry_knows_its_closures_and_where_they_end(steps, side, closures, e
     row = operators.Operator("row", None, {}, None, states)
     entry = entries.compiled_entry(row, "Moments", spec)
     assert (entry.closures, entry.ends) == expected
+
+
+def test_figures_are_kept_with_the_run_and_read_again_under_the_same_settings(
+    done, run, tmp_path, monkeypatch
+):
+    """A NaN goes through the file; other settings, a damaged file or --again measure anew."""
+    monkeypatch.setattr(aj, "CANDIDATES", CHEAP)
+    monkeypatch.setattr(study, "measure", lambda *a, **k: pytest.fail("measured anew"))
+    settings = dict(test_examples=60, num_images=60)
+    found, _ = study.run([run], None, tmp_path, **settings)
+    assert found.groups[0].teachers == done[0].groups[0].teachers
+    stored = json.loads((run / kept.FILE).read_text())["settings"]
+    (figures,) = found.groups[0].teachers
+    rows = (dataclasses.replace(figures.rows[0], values={"rel_l2": np.nan, "accuracy": np.inf}),)
+    odd = dataclasses.replace(figures, rows=rows)
+    kept.write(run, stored, odd)
+    again = kept.read(run, stored)
+    np.testing.assert_equal(again.rows[0].values, rows[0].values)
+    calls = []
+    monkeypatch.setattr(study, "measure", lambda *a, **k: calls.append(k) or figures)
+    study.run([run], None, tmp_path, **settings, again=True)
+    study.run([run], None, tmp_path, **{**settings, "test_examples": 59})
+    (run / kept.FILE).write_text("{")
+    study.run([run], None, tmp_path, **settings)
+    study.run([run], None, tmp_path, **settings)
+    assert [call["test_examples"] for call in calls] == [60, 59, 60]

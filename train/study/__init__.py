@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import asap_jax as aj
 from train import compiling, fidelity, machine
 from train import teacher as teachers
-from train.study import plot, table
+from train.study import kept, plot, table
 from train.study.groups import groups_of, load
 from train.study.measuring import TEST_EXAMPLES, measure
 from train.study.table import Group, Study
@@ -27,8 +27,12 @@ def run(
     test_examples: int = TEST_EXAMPLES,
     num_images: int = compiling.NUM_IMAGES,
     thorough: bool = False,
+    again: bool = False,
 ) -> tuple[Study, list[pathlib.Path]]:
     """The study of the teachers in ``folders``; what is done is written after each of them.
+
+    Each teacher's figures are kept in its run folder too and, under the same settings, taken from
+    there.
 
     Args:
       folders: run folders of Sinkhorn teachers.
@@ -36,6 +40,7 @@ def run(
       out: folder for ``study.md``, ``study.json`` and ``study.png``.
       test_examples, num_images: see ``measure``.
       thorough: let the automatic recipe choose among ``aj.THOROUGH``.
+      again: measure teachers anew whose figures were kept.
 
     Returns:
       The study and the files.
@@ -50,8 +55,18 @@ def run(
         for folder, trained in members:
             split = teachers.load_data(trained.recipe, data_dir, folder)
             teachers.announce(split)
-            done.append(
-                measure(
+            settings = dict(
+                step=trained.step,
+                seed=trained.seed,
+                training=len(split.train),
+                test=min(test_examples, len(split.test)),
+                calibration=num_images,
+                candidates=[repr(candidate) for candidate in candidates],
+                versions=machine.facts()["versions"],
+            )
+            figures = None if again else kept.read(folder, settings)
+            if figures is None:
+                figures = measure(
                     folder,
                     trained,
                     split,
@@ -59,7 +74,8 @@ def run(
                     num_images=num_images,
                     candidates=candidates,
                 )
-            )
+                kept.write(folder, settings, figures)
+            done.append(figures)
             facts = _facts(trained.recipe, done, split, test_examples, num_images)
             finished[label] = Group(label, facts, table.lines_of(done), tuple(done))
             study = Study("Fidelity over seeds", tuple(finished.values()), _common_facts(thorough))

@@ -172,8 +172,7 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         text, values = folder / "study.md", folder / "study.json"
         text.write_text(self.markdown())
-        plain = _plain(dataclasses.asdict(self))
-        values.write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
+        values.write_text(json.dumps(plain(self), indent=2, allow_nan=False) + "\n")
         return text, values
 
 
@@ -197,10 +196,12 @@ def _print_facts(console, facts: dict[str, str]) -> None:
         console.print(f"{name}: {fact}", markup=False)
 
 
-def _plain(value: Any) -> Any:
-    """``value`` with what JSON has no number for, infinities and NaN, as text."""
+def plain(value: Any) -> Any:
+    """``value`` for JSON: dataclasses as dicts; infinities and NaN, which it lacks, as text."""
+    if dataclasses.is_dataclass(value):
+        return plain(dataclasses.asdict(value))
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
