@@ -9,7 +9,6 @@ from train import (
     bench,
     commands,
     compiling,
-    loop,
     parallel,
     recipe,
     recipes,
@@ -128,9 +127,8 @@ def _add_train(subs) -> None:
     sub.add_argument(
         "--save-every",
         type=_positive,
-        default=loop.SAVE_EVERY,
         metavar="EPOCHS",
-        help="epochs between checkpoints (default: %(default)s)",
+        help="epochs between checkpoints (default: 1, or a twentieth of the run)",
     )
     sub.add_argument(
         "--parallel",

@@ -21,7 +21,7 @@ from train.recipe import Recipe, differences
 from train.teacher import Teacher
 
 LOG_EVERY = 20
-SAVE_EVERY = 5  # epochs
+SAVES = 20  # checkpoints of a run, unless it is told how often
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,7 +33,7 @@ def train(
     seed: int = 0,
     resume: bool = False,
     stop_after: int | None = None,
-    save_every: int = SAVE_EVERY,
+    save_every: int | None = None,
     way: str = parallel.Sharded.name,
 ) -> Teacher:
     """Trains by a recipe, or goes on with what the run folder holds.
@@ -49,7 +49,7 @@ def train(
       seed: fixes initial parameters, order of the data, augmentation and dropout.
       resume: go on from the newest good checkpoint in ``run``; with none, start afresh.
       stop_after: stop and save after this many steps in all (the schedule is unchanged).
-      save_every: epochs between checkpoints.
+      save_every: epochs between checkpoints; by default one, or a twentieth of the run.
       way: ``"jit"`` or ``"pmap"``, see ``train.parallel``.
 
     Raises:
@@ -60,6 +60,7 @@ def train(
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed)
     epoch_steps = batches.steps_per_epoch
     total = recipe.epochs * epoch_steps
+    save_every = save_every or max(1, recipe.epochs // SAVES)
     last = total if stop_after is None else min(stop_after, total)
     devices, create, take_step = programs(recipe, epoch_steps, way)
     share = parallel.share()

@@ -76,6 +76,19 @@ def test_only_the_newest_checkpoints_are_kept(minute, examples, tmp_path):
     assert checkpoints.KEPT == 2
 
 
+@pytest.mark.parametrize(("epochs", "every"), [(4, 1), (20, 1), (50, 2), (300, 15)])
+def test_at_most_a_twentieth_of_a_run_lies_between_checkpoints(
+    minute, examples, tmp_path, monkeypatch, epochs, every
+):
+    saved = []
+    save = lambda self, state, *rest: saved.append(int(state.step))
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save)
+    recipe = dataclasses.replace(minute, epochs=epochs, batch_size=100)
+    steps = len(examples) // 100
+    loop.train(recipe, examples, tmp_path, stop_after=2 * every * steps)
+    assert saved == [every * steps, 2 * every * steps]
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(minute, examples, tmp_path):
     loop.train(minute, examples, tmp_path, stop_after=2)
     with pytest.raises(UserError, match=r"holds a run that got to step 2: go on with --resume"):
