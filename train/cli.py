@@ -382,6 +382,13 @@ def _add_bench(subs) -> None:
         help="token counts (default: the benchmark's)",
     )
     sub.add_argument(
+        "--shapes",
+        nargs="*",
+        choices=(*bench.layer.NAMED, "sharp"),
+        metavar="NAME",
+        help=f"further shapes of layer: {', '.join(bench.layer.NAMED)}, sharp (default: all)",
+    )
+    sub.add_argument(
         "--out", type=pathlib.Path, help="folder for the table as JSON and Markdown (default: none)"
     )
 

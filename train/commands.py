@@ -199,7 +199,9 @@ def refresh(options) -> None:
 def bench(options) -> None:
     """Runs one benchmark."""
     given = {
-        name: value for name in ("lengths", "out") if (value := getattr(options, name)) is not None
+        name: value
+        for name in ("lengths", "shapes", "out")
+        if (value := getattr(options, name)) is not None
     }
     benches.run(options.what, **given)
 

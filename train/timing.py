@@ -14,13 +14,18 @@ def compiled(function: Callable, *arguments) -> tuple[float, Callable]:
     return time.perf_counter() - start, program
 
 
-def interleaved(
+def interleaved(calls: Mapping[str, Callable[[], object]], **settings) -> dict[str, float]:
+    """Median milliseconds per call of each candidate; arguments as of ``samples``."""
+    return {name: statistics.median(some) for name, some in samples(calls, **settings).items()}
+
+
+def samples(
     calls: Mapping[str, Callable[[], object]],
     *,
     rounds: int = 30,
     after_round: Callable[[int], None] = lambda index: None,
-) -> dict[str, float]:
-    """Median milliseconds per call of each candidate.
+) -> dict[str, list[float]]:
+    """Milliseconds of every timed call of each candidate.
 
     Every round calls every candidate once, in turn, each round starting one further on, so that a
     slow spell of the machine falls on all alike.  Compilation happens in a round that is not timed.
@@ -31,7 +36,7 @@ def interleaved(
       after_round: called with the number of rounds done, warm-up included.
 
     Returns:
-      From the names to medians in milliseconds.
+      From the names to milliseconds, one for each round.
     """
     for call in calls.values():
         jax.block_until_ready(call())
@@ -43,6 +48,6 @@ def interleaved(
         for name in names[shift:] + names[:shift]:
             start = time.perf_counter()
             jax.block_until_ready(calls[name]())
-            times[name].append(time.perf_counter() - start)
+            times[name].append(1e3 * (time.perf_counter() - start))
         after_round(index + 2)
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return times

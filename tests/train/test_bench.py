@@ -12,8 +12,9 @@ import pytest
 
 import asap_jax as aj
 from train import cli
-from train.bench import esp_resources, gpu, layer, memory
+from train.bench import esp_resources, features, gpu, layer, memory
 from train.bench import teacher as peers
+from train.bench.rows import DENSE, measure, table
 
 
 def test_esp_resources_prints_a_row_per_method_and_length(capsys):
@@ -53,23 +54,61 @@ def test_the_unrolled_comparison_is_the_same_function():
 
 
 def test_the_layer_benchmark_writes_what_it_prints(tmp_path, capsys):
-    rows = layer.run(lengths=(8,), rounds=1, out=tmp_path)
+    rows = layer.run(lengths=(8,), shapes=(), rounds=1, out=tmp_path)
     text = capsys.readouterr().out
     for name in ("softmax, divided late", "Sinkhorn S=20", "ASAP n=2, moments"):
         assert f"| N=8 | {name} |" in text
     assert all(row.milliseconds > 0 for row in rows)
-    dense = min(row.milliseconds for row in rows if row.name in layer.DENSE)
+    dense = min(row.milliseconds for row in rows if row.name in DENSE)
     assert all(row.ratio == pytest.approx(row.milliseconds / dense) for row in rows)
     stored = json.loads((tmp_path / "layer.json").read_text())
     assert [row["name"] for row in stored["rows"]] == [row.name for row in rows]
     assert "| N=8 | Sinkhorn S=20 |" in (tmp_path / "layer.md").read_text()
+    assert all(row.low <= row.milliseconds <= row.high for row in rows)
+    assert {"ESP, soft", "ESP, hard"} <= {row.name for row in rows}
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_named_shapes_and_sharp_scores_are_measured_on_request(monkeypatch, capsys):
+    """Under sharp scores the same functions run, on another first input."""
+    few = {"plain": layer.softmax_plain, "late": layer.softmax_late}
+    spread = lambda q, k, v: jnp.std(q) + 0 * (k + v)
+    monkeypatch.setattr(layer, "methods", lambda *_: {**few, "spread": spread})
+    monkeypatch.setattr(layer, "NAMED", {"text": (1, 4, 1, 2)})
+    monkeypatch.setattr(layer, "SHARP", (4, 30.0))
+    rows = layer.run(lengths=(), shapes=("text", "sharp"), rounds=1)
+    assert [row.shape for row in rows] == ["text"] * 3 + ["N=4, sharp"] * 3
+    assert "text: batch 1, 4 tokens, 1 heads, head_dim 2" in capsys.readouterr().out
+
+
+def test_sharpness_is_a_factor_of_the_first_input():
+    lines = []
+    tell = lambda q, k, v: jax.debug.callback(lambda *x: lines.append(x), q, k) or q + k + v
+    for sharpness in (1.0, 8.0):
+        measure("x", (1, 3, 1, 2), {"tell": tell}, rounds=1, sharpness=sharpness)
+    jax.effects_barrier()
+    (q, k), (sharp_q, sharp_k) = lines[0], lines[-1]
+    chex.assert_trees_all_close(sharp_q, 8 * q)
+    chex.assert_trees_all_equal(sharp_k, k)
+
+
+def test_predicting_alone_is_timed_beside_softmax(tmp_path):
+    rows = features.run(lengths=(8,), rounds=1, out=tmp_path)
+    names = [row.name for row in rows]
+    assert names == [*DENSE, "prediction, moments", "prediction, 32 slices"]
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
+    (predictor,) = (p for name, p in layer.predictors(4).items() if name == "moments")
+    dual = features.prediction(predictor, q, k, v)
+    chex.assert_shape(dual, (1, 2, 8))
+    chex.assert_trees_all_close(dual.mean(-1), jnp.zeros((1, 2)), atol=1e-6)
+    assert (tmp_path / "features.md").exists()
 
 
 def test_a_row_that_needs_too_much_memory_is_not_run():
     rows = {"softmax, divided late": layer.softmax_late, "plain": layer.softmax_plain}
-    some = layer.measure("N=4", (1, 4, 1, 2), rows, rounds=1, limit_gib=-1.0)
+    some = measure("N=4", (1, 4, 1, 2), rows, rounds=1, limit_gib=-1.0)
     assert all(row.milliseconds is None and row.ratio is None for row in some)
-    assert "not run (needs 0.0 GiB)" in layer.table(some)
+    assert "not run (needs 0.0 GiB)" in table(some)
 
 
 @pytest.mark.parametrize("num_steps", [4, 10])

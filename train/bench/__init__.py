@@ -2,12 +2,23 @@
 
 import inspect
 
-from train.bench import esp_resources, imports, layer, loop, memory, parallel, streaming, teacher
+from train.bench import (
+    esp_resources,
+    features,
+    imports,
+    layer,
+    loop,
+    memory,
+    parallel,
+    streaming,
+    teacher,
+)
 from train.extras import UserError
 
 BENCHES = {
     "layer": (layer.run, "softmax, Sinkhorn budgets and compiled layers at growing lengths"),
     "teacher": (teacher.run, "the S=20 teacher beside OTT-JAX and a PyTorch loop"),
+    "features": (features.run, "predicting a dual from moments and from slices, by itself"),
     "memory": (streaming.run, "tiles against whole kernels, forward and gradient"),
     "gradient-memory": (memory.run, "forward and gradient of the S=20 teacher"),
     "esp-resources": (
@@ -26,7 +37,7 @@ def run(name: str, **settings) -> None:
 
     Args:
       name: a key of ``BENCHES``.
-      settings: ``lengths`` and ``out``, for those benchmarks that take them.
+      settings: ``lengths``, ``shapes`` and ``out``, for those benchmarks that take them.
 
     Raises:
       UserError: a setting that this benchmark does not take.

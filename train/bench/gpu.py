@@ -20,6 +20,7 @@ import numpy as np
 import asap_jax as aj
 from train import machine
 from train.bench import layer
+from train.bench.rows import measure, table, write
 
 SWEEP = (128, 500, 1000, 2000, 4000)
 FUSED = (512, 2048, 4096)
@@ -100,7 +101,7 @@ def main() -> None:
         print(check, flush=True)
     rows = []
     shapes = {f"N={n}": (1, n, 8, 64) for n in options.lengths}
-    shapes |= {"imdb": layer.SHAPES["imdb"]} | {f"fused N={n}": (1, n, 8, 64) for n in FUSED}
+    shapes |= {"imdb": layer.NAMED["imdb"]} | {f"fused N={n}": (1, n, 8, 64) for n in FUSED}
     for name, shape in shapes.items():
         if time.perf_counter() - began > 60 * options.minutes:
             print(f"{name}: not run, {options.minutes} minutes are over")
@@ -109,8 +110,8 @@ def main() -> None:
             row: projected(function, shape) for row, function in layer.methods(shape[-1]).items()
         }
         batch, length, *_ = shape
-        rows += layer.measure(name, (batch, length, WIDTH), methods, rounds=10, num_inputs=1)
-        print(layer.table([row for row in rows if row.shape == name]), flush=True)
+        rows += measure(name, (batch, length, WIDTH), methods, rounds=10, num_inputs=1)
+        print(table([row for row in rows if row.shape == name]), flush=True)
     facts = {
         "checks": "; ".join(
             f"{c.name} at {c.precision} precision: weights within {c.weights_error:.1e}, "
@@ -121,7 +122,7 @@ def main() -> None:
         **machine.facts(),
         "command": "make gpu",
     }
-    layer.write(options.out, "gpu", "On an accelerator", rows, facts)
+    write(options.out, "gpu", "On an accelerator", rows, facts)
     (options.out / "gpu-checks.json").write_text(
         json.dumps([dataclasses.asdict(c) for c in some], indent=1) + "\n"
     )

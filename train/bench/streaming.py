@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import asap_jax as aj
 from train import machine
 from train.bench import layer
-from train.bench.layer import Row
+from train.bench.rows import Row, measure, table, write
 
 LENGTHS = (1000, 4000, 8000)
 LIMIT_GIB = 6.0
@@ -47,7 +47,7 @@ def run(
     rows = []
     for length in lengths:
         for gradient in (False, True):
-            rows += layer.measure(
+            rows += measure(
                 f"N={length}, {'gradient' if gradient else 'forward'}",
                 (batch, length, heads, width),
                 rows_of(width),
@@ -56,7 +56,7 @@ def run(
                 gradient=gradient,
                 timed=not gradient,
             )
-    print(layer.table(rows))
+    print(table(rows))
     facts = {
         "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
         "time": f"median of {rounds} interleaved calls; ratio to dense softmax where it ran",
@@ -64,5 +64,5 @@ def run(
     }
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
     if out is not None:
-        layer.write(out, "memory", "Tiles and whole kernels", rows, facts)
+        write(out, "memory", "Tiles and whole kernels", rows, facts)
     return rows

@@ -19,7 +19,7 @@ import numpy as np
 import asap_jax as aj
 from train import machine
 from train.bench import layer
-from train.bench.layer import Row
+from train.bench.rows import Row, measure, table, write
 
 LENGTHS = (512, 2000)
 STEPS = 20
@@ -112,7 +112,7 @@ def run(
             if importlib.util.find_spec("torch"):
                 peers["PyTorch loop"] = torch_calls(shape, num_steps, gradient=gradient)
             what = "forward and gradient" if gradient else "forward"
-            rows += layer.measure(
+            rows += measure(
                 f"N={length}, {what}",
                 shape,
                 rows_of(num_steps),
@@ -120,7 +120,7 @@ def run(
                 gradient=gradient,
                 foreign=peers,
             )
-    print(layer.table(rows))
+    print(table(rows))
     facts = {
         "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
         "time": f"median of {rounds} interleaved calls; ratio to the fastest row",
@@ -133,5 +133,5 @@ def run(
     }
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
     if out is not None:
-        layer.write(out, "teacher", "The Sinkhorn teacher and its peers", rows, facts)
+        write(out, "teacher", "The Sinkhorn teacher and its peers", rows, facts)
     return rows
