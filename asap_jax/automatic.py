@@ -84,7 +84,8 @@ class AutomaticFit:
                 ]
         slow = self._too_slow(fit[0][0], list(scores))
         fast = [name for name in scores if name not in slow] or slow[:1]
-        chosen = _cheapest_good({name: float(np.mean(scores[name])) for name in fast})
+        costs = {candidate.name: candidate.cost for candidate in self._candidates()}
+        chosen = _cheapest_good({name: float(np.mean(scores[name])) for name in fast}, costs)
         if choice:  # the choice is made: its batches are data like the others now
             (candidate,) = (c for c in self._candidates() if c.name == chosen)
             layers = self._fit(candidate, fit + choice, self.num_closures)
@@ -180,11 +181,12 @@ class AutomaticFit:
         return rows
 
 
-def _cheapest_good(scores: dict[str, float]) -> str:
-    """The first of ``scores`` that no later one betters by more than the margin, in turn."""
+def _cheapest_good(scores: dict[str, float], costs: dict[str, tuple]) -> str:
+    """The best of ``scores``, where one of higher cost than the best so far must earn it."""
     best, *others = scores
     for name in others:
-        if scores[name] < (1 - MARGIN) * scores[best] or not math.isfinite(scores[best]):
+        wanted = scores[best] * (1 - MARGIN if costs[name] > costs[best] else 1)
+        if scores[name] < wanted or not math.isfinite(scores[best]):
             best = name
     return best
 

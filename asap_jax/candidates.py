@@ -87,6 +87,11 @@ class Candidate:
         if self.damping is not None and checks.non_negative_float("damping", self.damping) > 1:
             raise ValueError(f"damping must be in [0, 1] or None, got {self.damping!r}")
 
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """What it takes to run, to be compared: rounds of centres, corrections, hidden units."""
+        return self.rounds * self.num_centres, int(self.chain), self.hidden
+
     def suits(self, num_closures: int, *, masked: bool) -> bool:
         """Whether it differs from a simpler candidate at this number of closures."""
         if self.chain and num_closures < 2:

@@ -126,9 +126,14 @@ def test_a_candidate_that_is_too_slow_is_not_kept(rng):
 
 def test_later_candidates_must_earn_their_cost():
     good = automatic._cheapest_good
-    assert good({"a": 0.100, "b": 0.099}) == "a"
-    assert good({"a": 0.100, "b": 0.090, "c": 0.0895}) == "b"
-    assert good({"a": math.nan, "b": 0.5}) == "b"
+    costs = {"a": (0, 0, 0), "b": (32, 0, 0), "c": (32, 1, 0), "b too": (32, 0, 0)}
+    assert good({"a": 0.100, "b": 0.099}, costs) == "a"
+    assert good({"a": 0.100, "b": 0.090, "c": 0.0895}, costs) == "b"
+    assert good({"a": math.nan, "b": 0.5}, costs) == "b"
+    assert good({"b": 0.0900, "b too": 0.0899}, costs) == "b too"  # which costs no more
+    plain = aj.Candidate("a", rounds=2)
+    assert plain.cost == aj.Candidate("b", rounds=2, damping=0.1, padding="none").cost
+    assert plain.cost < aj.Candidate("c", rounds=2, chain=True).cost
 
 
 @pytest.mark.parametrize("closures", [1, 2])
