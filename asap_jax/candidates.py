@@ -28,7 +28,7 @@ from asap_jax import (
 )
 from asap_jax import closures as closing
 from asap_jax.capture import Record
-from asap_jax.features import Codebook, Moments
+from asap_jax.features import Codebook, Moments, check_families
 from asap_jax.least_squares import RIDGE_SCALES, NormalEquations
 from asap_jax.predictor import Correction, LinearHead, Predictor
 from asap_jax.spec import PADDINGS, SinkhornSpec
@@ -42,7 +42,7 @@ class Candidate:
 
     Attributes:
       name: what reports call it.
-      rounds: codebook rounds on top of the moments; 0 is moments alone.
+      rounds: codebook rounds on top of the features; 0 is the features alone.
       num_centres: R, centres per head and side.
       chain: correct the dual after every closure but the last.
       rows: ``"active"`` or ``"all"``, see ``Options``.
@@ -53,6 +53,7 @@ class Candidate:
       ridge, ridge_scale: see ``NormalEquations.solve``.
       tuned: steps of tuning by the divergence of the plans after all closures; 0 for none.
       hidden: units of a hidden layer beside the linear head, tuned too; 0 for none.
+      features: feature families of every stage, a codebook's apart.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Candidate:
     ridge_scale: str = "diagonal"
     tuned: int = 0
     hidden: int = 0
+    features: tuple = (Moments(),)
 
     def __post_init__(self):
         checks.instance("name", self.name, str, "a string")
@@ -76,6 +78,9 @@ class Candidate:
                 raise ValueError(f"{name} must be an int >= 0, got {value!r}")
         if self.hidden and not self.tuned:
             raise ValueError(f"hidden={self.hidden} units are fitted by tuning only: set tuned")
+        check_families("features", self.features)
+        if not self.features:
+            raise ValueError("features must hold a feature family, got ()")
         checks.positive_int("num_centres", self.num_centres)
         checks.static_bool("chain", self.chain)
         checks.one_of("rows", self.rows, ("active", "all"))
@@ -152,7 +157,7 @@ def fit(
     for level in range(candidate.rounds + 1):
         before_end = _half_step(spec, num_closures + candidate.rounds - level)
         side = spec.side_before_end(before_end)
-        families = (Moments(),)
+        families = candidate.features
         if predictor is not None:
             book = Codebook(
                 books[side], books[closing.OTHER[side]], predictor, epsilon=spec.epsilon
@@ -172,12 +177,18 @@ def fit(
     whitenings = [whitening]
     for taken in range(1, num_closures if candidate.chain else 1):
         sums = [
-            correction_sums(record, predictor, before_end=num_closures - taken, rows=candidate.rows)
+            correction_sums(
+                record,
+                predictor,
+                candidate.features,
+                before_end=num_closures - taken,
+                rows=candidate.rows,
+            )
             for record in records
         ]
         head, _, whitening = _solve(candidate, sums)
         whitenings.append(whitening)
-        corrections = (*predictor.corrections, Correction((Moments(),), head))
+        corrections = (*predictor.corrections, Correction(candidate.features, head))
         predictor = predictor.replace(corrections=corrections)
     if candidate.tuned:
         predictor, tuned = tuning.tune(
@@ -217,12 +228,13 @@ def _solve(candidate: Candidate, sums: list[NormalEquations]):
 
 @functools.partial(jax.jit, static_argnames=("before_end", "rows"))
 def correction_sums(
-    record: Record, predictor: Predictor, *, before_end: int, rows: str
+    record: Record, predictor: Predictor, families: tuple, *, before_end: int, rows: str
 ) -> NormalEquations:
     """Normal equations of the next correction of a chain, per head.
 
-    The closure after those that ``predictor`` corrects is taken; the correction is to bring its
-    dual to the teacher's own, ``before_end`` half-steps before the end.
+    The closure after those that ``predictor`` corrects is taken; the correction, on the features
+    of ``families``, is to bring its dual to the teacher's own, ``before_end`` half-steps before
+    the end.
     """
     p, spec = calibrate.problem(record), record.spec
     kernel, target = closing.terms(p, spec)
@@ -230,7 +242,7 @@ def correction_sums(
     log_target = target if side == "query" else jnp.zeros((), kernel.dtype)
     scaling = ctransform.closure_step(kernel, scaling, closing.AXIS[side], log_target)
     y, side, _ = calibrate.target_dual(p, spec, before_end)
-    x, dual, valid = chain.design((Moments(),), p, spec, scaling, side)
+    x, dual, valid = chain.design(families, p, spec, scaling, side)
     zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
     return zero.add(x, y - dual, calibrate.regression_rows(p, side, valid, rows))
 

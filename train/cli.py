@@ -18,6 +18,7 @@ from train import (
 )
 from train.data import VARIABLE
 from train.extras import UserError
+from train.study import ideas
 
 
 def parser() -> argparse.ArgumentParser:
@@ -298,9 +299,10 @@ def _add_study(subs) -> None:
         "measure operators side by side on several teachers and seeds",
         "fidelity: softmax, Sinkhorn budgets, the paper's ASAP, moments and the automatic recipe "
         "for 1, 2 and 3 closures on every teacher; medians and ranges over the seeds of a recipe, "
-        "as tables and as a plot of attention rel-l2 over closures.",
+        "as tables and as a plot of attention rel-l2 over closures. ideas: one change of the fit "
+        "at a time on each teacher, those that do not help too.",
     )
-    sub.add_argument("what", choices=("fidelity",))
+    sub.add_argument("what", choices=("fidelity", "ideas"))
     runs_given = sub.add_argument(
         "folders",
         metavar="RUN",
@@ -314,9 +316,9 @@ def _add_study(subs) -> None:
     sub.add_argument(
         "--test-examples",
         type=_positive,
-        default=study.TEST_EXAMPLES,
         metavar="N",
-        help="test examples to measure on, at most (default: %(default)s)",
+        help=f"test examples to measure on, at most (default: {study.TEST_EXAMPLES}, of ideas "
+        f"{ideas.TEST_EXAMPLES})",
     )
     sub.add_argument(
         "--calibration",
@@ -328,18 +330,18 @@ def _add_study(subs) -> None:
     sub.add_argument(
         "--thorough",
         action="store_true",
-        help="let the automatic recipe try the candidates that take long to fit too",
+        help="fidelity: let the automatic recipe try the candidates that take long to fit too",
     )
     sub.add_argument(
         "--again",
         action="store_true",
-        help="measure anew, also where a run folder keeps figures of the same settings",
+        help="fidelity: measure anew where a run folder keeps figures of the same settings too",
     )
     sub.add_argument(
         "--out",
         type=pathlib.Path,
         default=runs.DEFAULT / "study",
-        help="folder for study.md, .json and .png (default: %(default)s)",
+        help="folder for study.md, .json and .png, or ideas.md and .json (default: %(default)s)",
     )
 
 

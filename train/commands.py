@@ -31,6 +31,7 @@ from train import (
     study as studies,
 )
 from train.extras import UserError
+from train.study import ideas
 from train.teacher import Split, Teacher
 
 
@@ -155,12 +156,22 @@ def ablate(options) -> None:
 
 def study(options) -> None:
     """Measures operators on several teachers, prints the tables and writes them with a plot."""
+    settings = dict(num_images=options.calibration)
+    if options.test_examples is not None:
+        settings["test_examples"] = options.test_examples
+    if options.what == "ideas":
+        for flag in ("thorough", "again"):
+            if getattr(options, flag):
+                raise UserError(f"study ideas takes no --{flag}")
+        studies.load(options.folders)
+        ideas.run(options.folders, options.data_dir, options.out, **settings)
+        print(f"wrote {options.out / 'ideas.md'}")
+        return
     found, written = studies.run(
         options.folders,
         options.data_dir,
         options.out,
-        test_examples=options.test_examples,
-        num_images=options.calibration,
+        **settings,
         thorough=options.thorough,
         again=options.again,
     )
