@@ -119,6 +119,8 @@ CANDIDATES = (
     _every("codebook", rounds=2),
     _every("codebook, weighted", rounds=2, damping=0.1),
     _every("codebook, chain", rounds=2, chain=True),
+    _every("large codebook", rounds=3, num_centres=32),
+    _every("large codebook, weighted", rounds=3, num_centres=32, damping=0.1),
 )
 
 # Beside those, some that take many passes over the calibration data to fit.

@@ -100,6 +100,8 @@ def ideas(head_dim: int) -> tuple[aj.Candidate, ...]:
         every("codebook, 2 rounds, 32 centres", rounds=2, num_centres=32),
         every("codebook, 2 rounds, weighted", rounds=2, damping=0.1),
         every("codebook, 3 rounds", rounds=3),
+        every("codebook, 3 rounds, 32 centres", rounds=3, num_centres=32),
+        every("codebook, 3 rounds, 32 centres, weighted", rounds=3, num_centres=32, damping=0.1),
         every("codebook, 2 rounds, chain", rounds=2, chain=True),
         every("codebook, 2 rounds, chain, tuned", rounds=2, chain=True, tuned=40),
     )
