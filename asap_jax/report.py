@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 METRICS = ("rel_l2", "output_rmse", "row_error", "column_error")
@@ -10,7 +11,7 @@ HEADINGS = ("attention rel-l2", "output RMSE", "row error", "column error")
 
 
 class Rung(NamedTuple):
-    """One operator at one number of closures: attention rel-l2 and wall clock of a batch."""
+    """One operator at one number of closures: attention rel-l2, and wall clock of a batch or NaN."""
 
     rel_l2: float
     seconds: float
@@ -61,8 +62,9 @@ class LayerReport:
     def _ladder(self) -> list[str]:
         rungs = sorted({n for name, row in self.ladder.items() if name != "teacher" for n in row})
         width = max(map(len, self.ladder))
+        time = lambda seconds: "-" if math.isnan(seconds) else f"{1e3 * seconds:.2f}"
         cell = lambda rung: (
-            f"{rung.rel_l2:>9.4f} {1e3 * rung.seconds:>8.2f}" if rung else f"{'-':>9} {'-':>8}"
+            f"{rung.rel_l2:>9.4f} {time(rung.seconds):>8}" if rung else f"{'-':>9} {'-':>8}"
         )
         head = " ".join(f"{f'n={n}':>9} {'ms':>8}" for n in rungs)
         lines = [f"  {'rel-l2 at n closures':<{width}} {head}"]

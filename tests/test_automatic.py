@@ -57,6 +57,7 @@ def test_the_report_measures_what_the_state_does(rng):
     """Fidelity, ladder and choice agree where they look at the same batch."""
     batches = data(rng, 5)
     result = compile_auto(batches, ladder=(1, 2, 3))
+    assert "nan" not in str(result.report)
     for path, state in result.states.items():
         layer = result.report.layers[path]
         name = layer.fit["candidate"]

@@ -269,6 +269,13 @@ def _add_fit(sub) -> None:
         default=default.ridge_scale,
         help=f"what the ridge is multiplied by {text}",
     )
+    sub.add_argument(
+        "--padding",
+        choices=("self", "none"),
+        default=default.padding,
+        help="self: active tokens carry features; none: padded queries in the closures do too "
+        "(default: the layer's own spec)",
+    )
 
 
 def _add_ablate(subs) -> None:

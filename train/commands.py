@@ -38,7 +38,7 @@ from train.teacher import Split, Teacher
 def _fit_options(options, trained) -> aj.Options:
     """The fit that the command line asks for, with the run's seed."""
     names = ("recipe", "objective", "closures", "features", "num_slices", "slice_kind")
-    names += ("coefficients", "baseline", "token_bias", "ridge", "ridge_scale")
+    names += ("coefficients", "baseline", "token_bias", "ridge", "ridge_scale", "padding")
     try:
         return aj.Options(seed=trained.seed, **{name: getattr(options, name) for name in names})
     except ValueError as fault:

@@ -49,8 +49,8 @@ DEMO = Recipe(
 FASHION_MNIST = Recipe(
     name="fashion_mnist",
     summary="4-layer ViT with S=10 on Fashion-MNIST",
-    cost="9 minutes on 2 CPU cores that were shared (12,000 images: 3,600 steps)",
-    expected="0.858 on 10,000 test images (seed 0)",
+    cost="5 minutes on 2 CPU cores (12,000 images: 3,600 steps)",
+    expected="0.858, 0.862, 0.858 on 10,000 test images (seeds 0, 1, 2)",
     dataset="fashion_mnist",
     image_shape=(28, 28, 1),
     num_classes=10,
@@ -165,8 +165,8 @@ IMDB = Recipe(
 SMALL_AG_NEWS = dataclasses.replace(
     AG_NEWS,
     summary="2-layer text encoder with S=20 on AG News, 64 tokens",
-    cost="7 minutes on 2 CPU cores that were shared (11,623 texts: 1,856 steps)",
-    expected="0.849 on 7,600 test texts (seed 0)",
+    cost="2 minutes on 2 CPU cores (11,623 texts: 1,856 steps)",
+    expected="0.848, 0.850, 0.856 on 7,600 test texts (seeds 0, 1, 2)",
     tokens=Tokens(("title", "description"), vocab_size=8_000, length=64, unknown=0.15),
     model=Encoder(width=64, depth=2, num_heads=4, mlp_dim=128, dropout=0.2, embedding_stddev=0.3),
     spec=dataclasses.replace(_PADDED_TEXT, num_steps=20),
@@ -180,8 +180,8 @@ SMALL_AG_NEWS = dataclasses.replace(
 SMALL_IMDB = dataclasses.replace(
     IMDB,
     summary="1-layer text encoder with S=20 on IMDb, 256 tokens",
-    cost="not measured yet",
-    expected="not measured yet",
+    cost="7 minutes on 2 CPU cores (25,000 texts: 2,000 steps)",
+    expected="0.846, 0.848, 0.849 on 20,000 test texts (seeds 0, 1, 2)",
     tokens=Tokens(("text",), vocab_size=8_000, length=256, unknown=0.15),
     model=Encoder(width=64, depth=1, num_heads=4, mlp_dim=128, dropout=0.2, embedding_stddev=0.3),
     epochs=4,
@@ -194,8 +194,8 @@ SMALL_IMDB = dataclasses.replace(
 SMALL_CIFAR10 = dataclasses.replace(
     CIFAR10,
     summary="4-layer ViT with S=10 on CIFAR-10, patch 4",
-    cost="not measured yet",
-    expected="not measured yet",
+    cost="12 minutes on 2 CPU cores (30,000 images: 3,600 steps)",
+    expected="0.625, 0.636, 0.633 on 8,000 test images (seeds 0, 1, 2)",
     model=ViT(
         patch_size=4,
         width=64,
@@ -215,6 +215,8 @@ SMALL_CIFAR10 = dataclasses.replace(
 SMALL_MNIST = dataclasses.replace(
     MNIST,
     summary="one layer, one head, attention and residual only, S=5, images moved by a pixel",
+    cost="2 minutes on 2 CPU cores (20,000 images: 16,000 steps)",
+    expected="0.956, 0.968, 0.967 on 10,000 test images (seeds 0, 1, 2)",
     pixels=dataclasses.replace(MNIST.pixels, shift=1),
     epochs=80,
     drops=(60, 72),
