@@ -11,7 +11,7 @@ HEADINGS = ("attention rel-l2", "output RMSE", "row error", "column error")
 
 
 class Rung(NamedTuple):
-    """One operator at one number of closures: attention rel-l2, and wall clock of a batch or NaN."""
+    """An operator at a number of closures: rel-l2, and seconds of a batch (NaN: not timed)."""
 
     rel_l2: float
     seconds: float
