@@ -278,14 +278,14 @@ def predicted_scaling(
     predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec
 ) -> tuple[jax.Array, str]:
     """The log scaling that the uncorrected closures start from, and its side."""
-    spec = predictor.settled(spec)
+    spec = spec.with_padding(predictor.padding)
     scaling = predicted_dual(predictor, p, spec) / spec.epsilon
     return chain.advance(predictor.corrections, p, spec, scaling, predictor.side)
 
 
 def predicted_dual(predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:
     """The predictor's dual in score coordinates; 0 at tokens inactive in the closures."""
-    spec = predictor.settled(spec)
+    spec = spec.with_padding(predictor.padding)
     valid = masks.feature_validity(p.validity, spec.padding)
     dual = predict(
         predictor,

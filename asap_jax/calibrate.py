@@ -25,9 +25,7 @@ from asap_jax.spec import SinkhornSpec
 
 def settle(record: Record, padding: str | None) -> Record:
     """The record with another ``padding`` in its spec; as it is for None."""
-    if padding is None:
-        return record
-    return record.replace(spec=dataclasses.replace(record.spec, padding=padding))
+    return record.replace(spec=record.spec.with_padding(padding))
 
 
 def target_dual(p: inputs.Problem, spec: SinkhornSpec, target: str | int):

@@ -5,7 +5,6 @@ Paper, eq. asap_source_prediction: ``f_hat = Pi_0(X_Theta(Q, K) omega)``.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import flax.struct
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, ctransform, features, masks
 from asap_jax.scores import query_shift
-from asap_jax.spec import PADDINGS, SinkhornSpec
+from asap_jax.spec import PADDINGS
 
 SIDES = ("query", "key")
 BASELINES = ("none", "first_step")
@@ -166,12 +165,6 @@ class Predictor:
             padding=padding,
         ).items():
             object.__setattr__(self, name, value)
-
-    def settled(self, spec: SinkhornSpec) -> SinkhornSpec:
-        """``spec`` with this predictor's say on which tokens carry features."""
-        if self.padding is None:
-            return spec
-        return dataclasses.replace(spec, padding=self.padding)
 
     @property
     def coefficients(self) -> jax.Array:

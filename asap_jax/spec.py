@@ -53,6 +53,10 @@ class SinkhornSpec:
         checks.one_of("key_mass", self.key_mass, KEY_MASSES)
         checks.one_of("padding", self.padding, PADDINGS)
 
+    def with_padding(self, padding: str | None) -> SinkhornSpec:
+        """The spec with another ``padding``; itself for None."""
+        return self if padding is None else dataclasses.replace(self, padding=padding)
+
     @property
     def last_step(self) -> str:
         """``"row"`` for odd ``num_steps``, ``"column"`` for even."""

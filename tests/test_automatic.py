@@ -163,8 +163,10 @@ def test_masked_batches(rng):
     batches = [{"x": x, "mask": mask} for x in data(rng, 4)]
     result = compile_auto(batches, candidates=tries)
     assert set(result.report.layers[FIRST].fit["choice"]) == {"spec's", "rows", "features"}
-    for state in result.states.values():
-        assert state.predictor.padding in (None, "self", "none")
+    given = {candidate.name: candidate.padding for candidate in tries}
+    for path, state in result.states.items():
+        kept = result.report.layers[path].fit["candidate"]
+        assert state.predictor.padding == given[kept]
     empty = {"x": batches[3]["x"], "mask": np.zeros_like(mask)}
     again = compile_auto([*batches, empty], candidates=tries[2:])
     assert {state.predictor.padding for state in again.states.values()} == {"none"}

@@ -163,7 +163,6 @@ def study(options) -> None:
         for flag in ("thorough", "again"):
             if getattr(options, flag):
                 raise UserError(f"study ideas takes no --{flag}")
-        studies.load(options.folders)
         ideas.run(options.folders, options.data_dir, options.out, **settings)
         print(f"wrote {options.out / 'ideas.md'}")
         return

@@ -70,14 +70,19 @@ def test_the_layer_benchmark_writes_what_it_prints(tmp_path, capsys):
 
 
 def test_named_shapes_and_sharp_scores_are_measured_on_request(monkeypatch, capsys):
-    """Under sharp scores the same functions run, on another first input."""
-    few = {"plain": layer.softmax_plain, "late": layer.softmax_late}
-    spread = lambda q, k, v: jnp.std(q) + 0 * (k + v)
-    monkeypatch.setattr(layer, "methods", lambda *_: {**few, "spread": spread})
+    seen, measured = [], measure
+
+    def watched(name, shape, rows, **settings):
+        seen.append((name, shape, settings["sharpness"]))
+        return measured(name, shape, rows, **settings)
+
+    monkeypatch.setattr(layer, "measure", watched)
+    monkeypatch.setattr(layer, "methods", lambda *_: {"plain": layer.softmax_plain})
     monkeypatch.setattr(layer, "NAMED", {"text": (1, 4, 1, 2)})
     monkeypatch.setattr(layer, "SHARP", (4, 30.0))
     rows = layer.run(lengths=(), shapes=("text", "sharp"), rounds=1)
-    assert [row.shape for row in rows] == ["text"] * 3 + ["N=4, sharp"] * 3
+    assert seen == [("text", (1, 4, 1, 2), 1.0), ("N=4, sharp", (1, 4, 8, 64), 30.0)]
+    assert [row.shape for row in rows] == ["text", "N=4, sharp"]
     assert "text: batch 1, 4 tokens, 1 heads, head_dim 2" in capsys.readouterr().out
 
 

@@ -23,6 +23,7 @@ from train import teacher as teachers
 from train.study.groups import load
 from train.study.measuring import sample
 from train.table import draw, markdown_lines
+from train.teacher import Teacher
 
 CLOSURES = (1, 2, 3)
 TEST_EXAMPLES = 200
@@ -118,6 +119,7 @@ class Tried:
 
 def measure(
     folder: pathlib.Path,
+    trained: Teacher,
     data_dir: str | None,
     *,
     test_examples: int = TEST_EXAMPLES,
@@ -127,12 +129,12 @@ def measure(
     """Fits and measures every idea on one teacher.
 
     Args:
-      folder: run folder of a Sinkhorn teacher.
+      folder: run folder of the teacher.
+      trained: a Sinkhorn teacher of two steps or more.
       data_dir: TFDS folder.
       test_examples, num_images: how many to measure and to calibrate on.
       choose: from the width of a head to candidates.
     """
-    ((_, trained),) = load([folder])
     split = teachers.load_data(trained.recipe, data_dir, folder)
     teachers.announce(split)
     reference = operators.teacher(trained.recipe, trained.variables)
@@ -179,11 +181,14 @@ def run(
       data_dir: TFDS folder.
       out: folder to write to.
       settings: of ``measure``.
+
+    Raises:
+      UserError: see ``load``; the data are not there.
     """
     found: list[Tried] = []
     lines = ["# Ideas, one by one", ""]
-    for folder in folders:
-        some = measure(folder, data_dir, **settings)
+    for folder, trained in load(folders):
+        some = measure(folder, trained, data_dir, **settings)
         found += some
         counts = sorted({n for tried in some for n in tried.rel_l2})
         headings = ["idea", *(f"n={n}" for n in counts)]
