@@ -342,7 +342,7 @@ def _add_study(subs) -> None:
     sub.add_argument(
         "--again",
         action="store_true",
-        help="fidelity: measure anew where a run folder keeps figures of the same settings too",
+        help="measure anew where a run folder keeps figures of the same settings too",
     )
     sub.add_argument(
         "--out",

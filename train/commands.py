@@ -160,10 +160,9 @@ def study(options) -> None:
     if options.test_examples is not None:
         settings["test_examples"] = options.test_examples
     if options.what == "ideas":
-        for flag in ("thorough", "again"):
-            if getattr(options, flag):
-                raise UserError(f"study ideas takes no --{flag}")
-        ideas.run(options.folders, options.data_dir, options.out, **settings)
+        if options.thorough:
+            raise UserError("study ideas takes no --thorough")
+        ideas.run(options.folders, options.data_dir, options.out, **settings, again=options.again)
         print(f"wrote {options.out / 'ideas.md'}")
         return
     found, written = studies.run(

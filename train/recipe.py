@@ -48,6 +48,11 @@ class Encoder:
     double_softmax: bool = False
     pool_pads: bool = False
 
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.width // self.num_heads
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:

@@ -63,7 +63,7 @@ def test_every_idea_is_measured_and_written(run, tmp_path, monkeypatch, capsys):
     few = ("moments", "moments of active tokens", "moments, weighted", "moments, Gaussian plan")
     every = ideas.ideas
     pick = lambda d: tuple(c for c in every(d) if c.name in (*few, "moments, chain"))
-    monkeypatch.setitem(ideas.measure.__kwdefaults__, "choose", pick)
+    monkeypatch.setitem(ideas.run.__kwdefaults__, "choose", pick)
     settings = ["--test-examples", "40", "--calibration", "60", "--out", str(tmp_path)]
     assert cli.main(["study", "ideas", str(run), *settings]) == 0
     tried = json.loads((tmp_path / "ideas.json").read_text())["tried"]
@@ -78,6 +78,11 @@ def test_every_idea_is_measured_and_written(run, tmp_path, monkeypatch, capsys):
     text = (tmp_path / "ideas.md").read_text()
     assert f"| moments, chain | - | {tried[-1]['rel_l2']['2']:.4f} |" in text
     assert "moments, Gaussian plan" in capsys.readouterr().out
+    monkeypatch.setattr(ideas, "measure", lambda *a, **k: pytest.fail("measured anew"))
+    assert cli.main(["study", "ideas", str(run), *settings]) == 0
+    assert (tmp_path / "ideas.md").read_text() == text
+    with pytest.raises(pytest.fail.Exception, match="measured anew"):
+        cli.main(["study", "ideas", str(run), *settings, "--again"])
 
 
 def test_settings_of_the_other_study_are_refused(run, capsys):

@@ -397,18 +397,18 @@ def test_figures_are_kept_with_the_run_and_read_again_under_the_same_settings(
     settings = dict(test_examples=60, num_images=60)
     found, _ = study.run([run], None, tmp_path, **settings)
     assert found.groups[0].teachers == done[0].groups[0].teachers
-    stored = json.loads((run / kept.FILE).read_text())["settings"]
+    stored = json.loads((run / kept.FIDELITY).read_text())["settings"]
     (figures,) = found.groups[0].teachers
     rows = (dataclasses.replace(figures.rows[0], values={"rel_l2": np.nan, "accuracy": np.inf}),)
     odd = dataclasses.replace(figures, rows=rows)
-    kept.write(run, stored, odd)
-    again = kept.read(run, stored)
+    kept.write(run / kept.FIDELITY, stored, odd)
+    again = kept.read(run / kept.FIDELITY, stored, table.TeacherFigures.read)
     np.testing.assert_equal(again.rows[0].values, rows[0].values)
     calls = []
     monkeypatch.setattr(study, "measure", lambda *a, **k: calls.append(k) or figures)
     study.run([run], None, tmp_path, **settings, again=True)
     study.run([run], None, tmp_path, **{**settings, "test_examples": 59})
-    (run / kept.FILE).write_text("{")
+    (run / kept.FIDELITY).write_text("{")
     study.run([run], None, tmp_path, **settings)
     study.run([run], None, tmp_path, **settings)
     assert [call["test_examples"] for call in calls] == [60, 59, 60]

@@ -6,6 +6,7 @@ examples and measured on test examples; teachers that differ in the seed alone a
 """
 
 import collections
+import dataclasses
 import pathlib
 import time
 from collections.abc import Sequence
@@ -64,7 +65,8 @@ def run(
                 candidates=[repr(candidate) for candidate in candidates],
                 versions=machine.facts()["versions"],
             )
-            figures = None if again else kept.read(folder, settings)
+            file = folder / kept.FIDELITY
+            figures = None if again else kept.read(file, settings, table.TeacherFigures.read)
             if figures is None:
                 figures = measure(
                     folder,
@@ -74,8 +76,8 @@ def run(
                     num_images=num_images,
                     candidates=candidates,
                 )
-                kept.write(folder, settings, figures)
-            done.append(figures)
+                kept.write(file, settings, figures)
+            done.append(dataclasses.replace(figures, run=str(folder)))
             facts = _facts(trained.recipe, done, split, test_examples, num_images)
             finished[label] = Group(label, facts, table.lines_of(done), tuple(done))
             study = Study("Fidelity over seeds", tuple(finished.values()), _common_facts(thorough))

@@ -20,10 +20,11 @@ from asap_jax import candidates, masks
 from asap_jax.features.moments import _moments, _product
 from train import compiling, fidelity, machine, operators, progress
 from train import teacher as teachers
+from train.study import kept
 from train.study.groups import load
 from train.study.measuring import sample
 from train.table import draw, markdown_lines
-from train.teacher import Teacher
+from train.teacher import Split, Teacher
 
 CLOSURES = (1, 2, 3)
 TEST_EXAMPLES = 200
@@ -103,7 +104,11 @@ def ideas(head_dim: int) -> tuple[aj.Candidate, ...]:
         every("codebook, 3 rounds", rounds=3),
         every("codebook, 3 rounds, 32 centres", rounds=3, num_centres=32),
         every("codebook, 3 rounds, 32 centres, weighted", rounds=3, num_centres=32, damping=0.1),
+        every("codebook, 3 rounds, 64 centres", rounds=3, num_centres=64),
+        every("codebook, 3 rounds, 64 centres, weighted", rounds=3, num_centres=64, damping=0.1),
+        every("codebook, 4 rounds, 32 centres", rounds=4, num_centres=32),
         every("codebook, 2 rounds, chain", rounds=2, chain=True),
+        every("codebook, 3 rounds, 32 centres, chain", rounds=3, num_centres=32, chain=True),
         every("codebook, 2 rounds, chain, tuned", rounds=2, chain=True, tuned=40),
     )
 
@@ -120,23 +125,21 @@ class Tried:
 def measure(
     folder: pathlib.Path,
     trained: Teacher,
-    data_dir: str | None,
+    split: Split,
+    chosen: Sequence[aj.Candidate],
     *,
     test_examples: int = TEST_EXAMPLES,
     num_images: int = compiling.NUM_IMAGES,
-    choose: Callable[[int], Sequence[aj.Candidate]] = ideas,
 ) -> list[Tried]:
     """Fits and measures every idea on one teacher.
 
     Args:
       folder: run folder of the teacher.
       trained: a Sinkhorn teacher of two steps or more.
-      data_dir: TFDS folder.
+      split: its data.
+      chosen: the ideas.
       test_examples, num_images: how many to measure and to calibrate on.
-      choose: from the width of a head to candidates.
     """
-    split = teachers.load_data(trained.recipe, data_dir, folder)
-    teachers.announce(split)
     reference = operators.teacher(trained.recipe, trained.variables)
     batches = compiling.calibration_batches(trained, split.train, num_images)
     fit = [fidelity.capture(reference, batch) for batch in batches]
@@ -146,7 +149,6 @@ def measure(
         for start in range(0, len(inputs), fidelity.BATCH_SIZE)
     ]
     found = []
-    chosen = choose(next(iter(fit[0].values())).query.shape[-1])
     counts = [n for n in CLOSURES if n < trained.recipe.spec.num_steps]
     with progress.bar(f"try {folder}", len(chosen)) as report:
         for done, candidate in enumerate(chosen, 1):
@@ -172,15 +174,24 @@ def run(
     folders: Sequence[pathlib.Path],
     data_dir: str | None,
     out: pathlib.Path,
-    **settings,
+    *,
+    test_examples: int = TEST_EXAMPLES,
+    num_images: int = compiling.NUM_IMAGES,
+    again: bool = False,
+    choose: Callable[[int], Sequence[aj.Candidate]] = ideas,
 ) -> list[Tried]:
     """Measures all teachers, prints a table each and writes ``ideas.md`` and ``ideas.json``.
+
+    Each teacher's figures are kept in its run folder too and, under the same settings, taken from
+    there.
 
     Args:
       folders: run folders of Sinkhorn teachers.
       data_dir: TFDS folder.
       out: folder to write to.
-      settings: of ``measure``.
+      test_examples, num_images: see ``measure``.
+      again: measure teachers anew whose figures were kept.
+      choose: from the width of a head to candidates.
 
     Raises:
       UserError: see ``load``; the data are not there.
@@ -188,19 +199,50 @@ def run(
     found: list[Tried] = []
     lines = ["# Ideas, one by one", ""]
     for folder, trained in load(folders):
-        some = measure(folder, trained, data_dir, **settings)
-        found += some
+        split = teachers.load_data(trained.recipe, data_dir, folder)
+        chosen = choose(trained.recipe.model.head_dim)
+        settings = dict(
+            step=trained.step,
+            seed=trained.seed,
+            test=test_examples,
+            calibration=num_images,
+            ideas=[candidate.name for candidate in chosen],
+            versions=machine.facts()["versions"],
+        )
+        file = folder / kept.IDEAS
+        some = None if again else kept.read(file, settings, _read)
+        if some is None:
+            teachers.announce(split)
+            some = measure(
+                folder,
+                trained,
+                split,
+                chosen,
+                test_examples=test_examples,
+                num_images=num_images,
+            )
+            kept.write(file, settings, some)
+        found += [dataclasses.replace(one, run=str(folder)) for one in some]
         counts = sorted({n for tried in some for n in tried.rel_l2})
         headings = ["idea", *(f"n={n}" for n in counts)]
         cell = lambda tried, n: f"{tried.rel_l2[n]:.4f}" if n in tried.rel_l2 else "-"
         rows = [[tried.name, *(cell(tried, n) for n in counts)] for tried in some]
         draw(progress.console(), str(folder), headings, rows)
         lines += [f"## {folder}", "", *markdown_lines(headings, rows), ""]
-    facts = {"figure": "median attention rel-l2 over test cases after n closures"}
-    facts |= machine.facts()
+    facts = {
+        "figure": "median attention rel-l2 over test cases after n closures",
+        "examples": f"{num_images} training examples to fit, {test_examples} test examples",
+        **machine.facts(),
+    }
     lines += [f"- {name}: {fact}" for name, fact in facts.items()]
     out.mkdir(parents=True, exist_ok=True)
     (out / "ideas.md").write_text("\n".join(lines) + "\n")
     stored = {"tried": [dataclasses.asdict(tried) for tried in found], "facts": facts}
     (out / "ideas.json").write_text(json.dumps(stored, indent=1) + "\n")
     return found
+
+
+def _read(plain) -> list[Tried]:
+    """From JSON, whose keys are texts."""
+    as_counts = lambda rel_l2: {int(n): float(value) for n, value in rel_l2.items()}
+    return [Tried(**{**one, "rel_l2": as_counts(one["rel_l2"])}) for one in plain]

@@ -68,6 +68,13 @@ class TeacherFigures:
     seconds: float
     rows: tuple[Measured, ...]
 
+    @classmethod
+    def read(cls, plain: dict[str, Any]) -> "TeacherFigures":
+        """From what ``plain`` made of it; the texts for infinities and NaN are numbers again."""
+        numbers = lambda values: {name: float(value) for name, value in values.items()}
+        rows = [Measured(**{**row, "values": numbers(row["values"])}) for row in plain["rows"]]
+        return cls(**{**plain, "rows": tuple(rows)})
+
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
