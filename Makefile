@@ -29,6 +29,8 @@ test: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m train bench layer --out docs/bench
+	$(BIN)/python -m train bench features --out docs/bench
+	$(BIN)/python -m train bench floor --out docs/bench
 	$(BIN)/python -m train bench teacher --out docs/bench
 	$(BIN)/python -m train bench memory --out docs/bench
 

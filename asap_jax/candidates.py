@@ -123,9 +123,11 @@ CANDIDATES = (
     _every("large codebook, weighted", rounds=3, num_centres=32, damping=0.1),
 )
 
-# Beside those, some that take many passes over the calibration data to fit.
+# Beside those, one for long attention, whose cost a longer layer hides, and some that take many
+# passes over the calibration data to fit.
 THOROUGH = (
     *CANDIDATES,
+    _every("wide codebook", rounds=3, num_centres=64),
     _every("moments, tuned", tuned=40),
     _every("moments, chain, tuned", chain=True, tuned=40),
     _every("codebook, tuned", rounds=2, tuned=40),

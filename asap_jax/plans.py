@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from asap_jax import chunks, closures, ctransform, scaling, streaming
+from asap_jax import chunks, closures, scaling, streaming
 from asap_jax.inputs import Problem
-from asap_jax.scores import scores as make_scores
+from asap_jax.kernels import Kernel
 
 STREAMED_SIZE = 2**26
 """Entries of a kernel (256 MiB in float32) from which ``"auto"`` works tile by tile."""
@@ -91,7 +91,7 @@ class Closed(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("settings", "precision"))
 def _whole(q, k, bias, mask, start, log_target, values, *, settings, precision):
-    kernel = _kernel(q, k, bias, mask, settings, precision)
+    kernel = Kernel(q, k, bias, mask, settings.scale, settings.epsilon, precision)
     return read(kernel, start, log_target, None, settings, None)
 
 
@@ -101,7 +101,7 @@ def _chunked(q, k, bias, mask, start, log_target, values, *, settings, precision
         if settings.implementation == "streaming":
             given = (q, k, bias, mask, start, log_target, values)
             return streaming.mix(*given, settings=settings, precision=precision)
-        kernel = _kernel(q, k, bias, mask, settings, precision[0])
+        kernel = Kernel(q, k, bias, mask, settings.scale, settings.epsilon, precision[0])
         return read(kernel, start, log_target, values, settings, precision[1])
 
     return chunks.over_problems(part, (q, k, bias, mask, start, log_target, values), lead, step)
@@ -119,37 +119,29 @@ def choose(settings: Settings, n: int, m: int) -> str:
     return "streaming" if known and n * m >= STREAMED_SIZE else "scaling"
 
 
-def _kernel(q, k, bias, mask, settings, precision):
-    s = make_scores(q, k, scale=settings.scale, bias=bias, precision=precision)
-    return ctransform.log_kernel(s, settings.epsilon, mask)
+def read(kernel: Kernel, start, log_target, values, settings: Settings, precision) -> jax.Array:
+    """The weights of a kernel's plan, or, given values, their mixture.
 
-
-def read(kernel, start, log_target, values, settings: Settings, precision) -> jax.Array:
-    """The weights of a log kernel's plan, or, given values, their mixture.
-
-    ``kernel (..., N, M)``; start and target as in ``Closed``; ``values (..., M, d)`` or None.
+    Start and target as in ``Closed``; ``values (..., M, d)`` or None.
     """
     closing = dict(side=settings.side, num_steps=settings.num_steps, log_target=log_target)
     look = lambda plan: plan.weights() if values is None else plan.mix(values, precision)
-    log = lambda: look(Dense(closures.finish(kernel, start, **closing)))
+    # The kernel is made again: kept for this branch, it would be a second array of its size.
+    log = lambda: look(Dense(closures.finish(kernel.log(), start, **closing)))
     if settings.implementation == "log":
         return log()
+
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def exponentiated(divided):
+        scaled = scaling.scale(kernel, start, **closing, divided=divided)
+        return look(scaled), scaled.ok
+
+    fits = scaling.fits(kernel, start, side=settings.side)
+    plain, divided = (functools.partial(exponentiated, how) for how in (False, True))
+    out, ok = jax.lax.cond(fits, plain, divided)
     if settings.num_steps == 1:
-        return log() if values is None else _one_closure(kernel, start, values, closing, precision)
-    scaled = scaling.scale(kernel, start, **closing)
-    return jax.lax.cond(scaled.ok, lambda: look(scaled), jax.checkpoint(log))
-
-
-def _one_closure(kernel, start, values, closing, precision) -> jax.Array:
-    """One closure, divided on the vectors' side; safe at any logits, so there is no guard."""
-    columns = closing["side"] == "query"
-    axis = closures.AXIS[closing["side"]]
-    target = closing["log_target"] if columns else 0.0
-    mass, total, target = ctransform.closure_parts(kernel, start, axis, target)
-    factor = target / total
-    if columns:
-        return Dense(mass).mix(jnp.swapaxes(factor, -1, -2) * values, precision)
-    return factor * Dense(mass).mix(values, precision)
+        return out
+    return jax.lax.cond(scaling.one_for_all(ok), lambda: out, jax.checkpoint(log))
 
 
 Plan = Dense | Closed

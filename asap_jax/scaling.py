@@ -1,10 +1,11 @@
 """Matrix scaling: exponentiate once, then every closure is a matrix-vector product.
 
-The log kernel is first divided by its largest entries along one axis, then along the other, so
-that every row and every column of the exponentiated kernel has an entry 1 and none is larger.
-What this form cannot represent (a sum that falls below ``FLOOR``, where entries lost to underflow
-could begin to matter, or a value that is not finite) is noticed, and the log domain takes over:
-``lax.cond`` on one scalar a call, so no wrong answer leaves and nothing is computed twice.
+Where the norms of queries and keys show that no entry can leave ``exp(+-REACH)``, the log kernel is
+exponentiated as it is. Elsewhere it is first divided by its largest entries along one axis, then
+along the other, so that every row and every column has an entry 1 and none is larger. What this
+form cannot represent (a sum outside ``FLOOR`` and ``CEILING``, where entries or derivatives lost to
+underflow could begin to matter, or a value that is not finite) is noticed, and the log domain takes
+over: ``plans.read`` chooses by ``lax.cond`` on scalars, and no wrong answer leaves.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import closures
+from asap_jax.kernels import Kernel
 
+REACH = 32.0
+"""Largest exponent of an entry that is taken as it is, start included: sums stay within limits."""
 FLOOR = 1e-14
 """Smallest sum that is trusted: an entry lost to underflow (below 1.2e-38) then carries at most
 1.2e-38 / FLOOR**2, about 1e-10, of any row or column."""
+CEILING = 1e18
+"""Largest sum that is trusted: the square of its inverse, which derivatives take, is 1e-36."""
 
 
 class Scaled(NamedTuple):
@@ -44,19 +50,33 @@ class Scaled(NamedTuple):
         return self.row[..., None] * mixed
 
 
+def fits(kernel: Kernel, scaling: jax.Array, *, side: str) -> jax.Array:
+    """Whether the kernel under ``scaling`` on ``side`` can be exponentiated as it is; ``()``."""
+    low, high = _range(scaling, kernel.active()[side])
+    spread = jnp.max(jnp.where(low <= high, high - low, jnp.zeros_like(low)), initial=0)
+    return one_for_all(jax.lax.stop_gradient(kernel.reach() + spread / 2) <= REACH)
+
+
 def scale(
-    kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: int, log_target
+    kernel: Kernel,
+    scaling: jax.Array,
+    *,
+    side: str,
+    num_steps: int,
+    log_target,
+    divided: bool = True,
 ) -> Scaled:
     """``num_steps >= 1`` closures from the log scaling ``scaling`` on ``side``.
 
-    Arguments as ``closures.finish``, whose result is ``scale(...).weights()``.
+    Arguments as ``closures.finish``, but for the kernel, which is not made yet; the result of that
+    is ``scale(...).weights()``. ``divided`` says whether peaks are divided out first; without that,
+    the kernel has to be one that ``fits``. A single step can be trusted either way.
     """
-    start = kernel + jnp.expand_dims(scaling, closures.AXIS[closures.OTHER[side]])
-    matrix, near, active = exponentiate(start, closures.AXIS[side])
-    target = {"query": jnp.exp(log_target), "key": jnp.ones((), kernel.dtype)}
-    near, far, ok = _loop(side, num_steps, matrix, near, target, active)
+    matrix, near = exponentiate(side, divided, kernel, scaling)
+    target = {"query": jnp.exp(log_target), "key": jnp.ones((), matrix.dtype)}
+    near, far, ok = _loop(side, num_steps, matrix, near, target, kernel.active())
     row, column = (near, far) if side == "query" else (far, near)
-    return Scaled(matrix, row, column, one_for_all(jax.lax.stop_gradient(ok) > 0))
+    return Scaled(matrix, row, column, jax.lax.stop_gradient(ok) > 0)
 
 
 _TOTALS = {"query": "...nm,...n->...m", "key": "...nm,...m->...n"}
@@ -85,14 +105,14 @@ def _loop(side, num_steps, matrix, near, target, active):
 
 def _run(side, num_steps, matrix, near, target, active):
     """The loop, and the scalings before each half-step, stacked by pair of half-steps."""
-    floor = jnp.asarray(FLOOR, matrix.dtype)
+    floor, ceiling = (jnp.asarray(x, matrix.dtype) for x in (FLOOR, CEILING))
     other = closures.OTHER[side]
 
     def step(x, at):
         total, alive = _total(matrix, x, at), active[closures.OTHER[at]]
         safe = jnp.maximum(jnp.where(alive, total, jnp.ones_like(total)), floor)
         result = jnp.where(alive, target[at] / safe, jnp.zeros_like(total))
-        return result, jnp.all((total > floor) | ~alive)
+        return result, jnp.all(((total > floor) & (total < ceiling)) | ~alive)
 
     def pair(state, _):
         near, _, ok = state
@@ -140,26 +160,55 @@ def _loop_jvp(side, num_steps, primals, tangents):
     return (out_near, out_far, ok), (*state, jnp.zeros_like(ok))
 
 
-def exponentiate(start: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, dict]:
-    """The kernel with its peaks divided out, first along ``axis``.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def exponentiate(
+    side: str, divided: bool, kernel: Kernel, start: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The kernel under the log scaling ``start`` of ``side``, as ``(matrix, near)``.
 
-    Returns:
-      ``(matrix, near, active)``: the exponentiated kernel ``(..., N, M)`` with entries in 0..1;
-      the scalings that stand for the second peaks; and for each side which tokens have an entry.
+    It is ``matrix_ij near_i`` (``near_j`` for ``side="key"``), up to factors of the other side and
+    one of the problem. ``matrix (..., N, M)``; ``near``, of the shape of ``start``, is 0 at
+    tokens without an entry.
     """
-    other = -1 if axis == -2 else -2
-    first, alive = _peak(start, axis)
-    start = start - first
-    second, own = _peak(start, other)
-    far, near = ("key", "query") if axis == -2 else ("query", "key")
-    active = {far: jnp.squeeze(alive, axis), near: jnp.squeeze(own, other)}
-    return jnp.exp(start - second), jnp.squeeze(jnp.exp(second), other), active
+    active = kernel.active()[side]
+    if divided:
+        matrix, near = _peaks_divided_out(side, kernel.log(), start)
+    else:
+        low, high = _range(start, active)
+        middle = jnp.where(low <= high, (low + high) / 2, jnp.zeros_like(low))
+        matrix = jnp.exp(kernel.log())
+        near = jnp.exp(jnp.where(active, start - middle, jnp.zeros_like(start)))
+    return matrix, jnp.where(active, near, jnp.zeros_like(near))
 
 
-def _peak(x, axis):
-    peak = jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True))
-    alive = peak != -jnp.inf
-    return jnp.where(alive, peak, jnp.zeros_like(peak)), alive
+@exponentiate.defjvp
+def _exponentiate_jvp(side, divided, primals, tangents):
+    """All of the start's tangent is in ``near``: factors of a side can be on either of the two."""
+    kernel, start = primals
+    matrix, near = exponentiate(side, divided, kernel, start)
+    _, d_log = jax.jvp(Kernel.log, (kernel,), tangents[:1])
+    return (matrix, near), (matrix * d_log, near * tangents[1])
+
+
+def _range(x, active):
+    """Smallest and largest of the active ``x`` ``(..., n)``, axis kept; inf and -inf of none."""
+    of = lambda reduce, other: reduce(jnp.where(active, x, other), -1, keepdims=True)
+    return of(jnp.min, jnp.inf), of(jnp.max, -jnp.inf)
+
+
+def _peaks_divided_out(side: str, log_kernel: jax.Array, start: jax.Array):
+    """As ``exponentiate``, with entries in 0..1 and a 1 in every row and column that has any."""
+    axis = closures.AXIS[side]
+    other = closures.AXIS[closures.OTHER[side]]
+    log_kernel = log_kernel + jnp.expand_dims(start, other)
+    log_kernel = log_kernel - _peak(log_kernel, axis)
+    second = _peak(log_kernel, other)
+    return jnp.exp(log_kernel - second), jnp.exp(jnp.squeeze(second, other))
+
+
+def _peak(x: jax.Array, axis: int) -> jax.Array:
+    peak = jnp.max(x, axis=axis, keepdims=True)
+    return jnp.where(peak == -jnp.inf, jnp.zeros_like(peak), peak)
 
 
 @jax.custom_batching.custom_vmap

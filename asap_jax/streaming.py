@@ -119,7 +119,7 @@ def _run(tiles: Tiles, column, log_target, values, active, precision, *, robust:
     if side == "query":
         column = log_target - _column_lse(tiles, lambda kernel: kernel, column)
         if steps == 1:
-            return finish(lambda kernel: jnp.exp(kernel + column[..., None, :])), ok
+            return finish(lambda kernel: (jnp.exp(kernel + column[..., None, :]), 1.0)), ok
         steps -= 1
         tiles = tiles._replace(scanned=(tiles.scanned[0], None, *tiles.scanned[2:]))
 
@@ -130,26 +130,32 @@ def _run(tiles: Tiles, column, log_target, values, active, precision, *, robust:
         return after, ok & fine
 
     column, ok = jax.lax.fori_loop(0, (steps - 1) // 2, update, (column, ok))
+    rows_closed = lambda kernel: _row_closed(kernel, column)
     if steps % 2:
-        return finish(lambda kernel: _row_closed(kernel, column)), ok
+        return finish(rows_closed), ok
     last, fine = _row_then_column(tiles, column, log_target, active, robust)
     if robust:
         closed = lambda kernel: jnp.exp(kernel + _row(kernel, column) + last[..., None, :])
-        return finish(closed), ok & fine
+        return finish(lambda kernel: (closed(kernel), 1.0)), ok & fine
     factor = jnp.exp(last - column)
-    return _output(
-        tiles, factor[..., None] * values, precision, lambda kernel: _row_closed(kernel, column)
-    ), ok & fine
+    return _output(tiles, factor[..., None] * values, precision, rows_closed), ok & fine
 
 
 def _output(tiles: Tiles, values, precision, closed: Callable) -> jax.Array:
-    product = lambda a: jnp.einsum("...nm,...md->...nd", a, values, precision=precision)
-    return tiles.sweep(lambda _, kernel: (None, product(closed(kernel))), None)[1]
+    """Output tiles; ``closed(kernel)`` gives a matrix and what multiplies its rows."""
+
+    def product(_, kernel):
+        matrix, rows = closed(kernel)
+        out = jnp.einsum("...nm,...md->...nd", matrix, values, precision=precision)
+        return None, rows * out
+
+    return tiles.sweep(product, None)[1]
 
 
-def _row_closed(kernel, column) -> jax.Array:
-    """The plan closed on rows from the log column scaling."""
-    return ctransform.closure_weights(kernel, column, -1, 0.0)
+def _row_closed(kernel, column) -> tuple[jax.Array, jax.Array]:
+    """The plan closed on rows from the log column scaling: a matrix and factors ``(..., B, 1)``."""
+    mass, total, _ = ctransform.closure_parts(kernel, column, -1, 0.0)
+    return mass, 1 / total
 
 
 def _row(kernel, column) -> jax.Array:
@@ -162,7 +168,12 @@ def _row_then_column(tiles: Tiles, column, log_target, active, robust: bool):
     if robust:
         lse = _column_lse(tiles, lambda kernel: kernel + _row(kernel, column), column)
         return log_target - lse, jnp.bool_(True)
-    add = lambda sums, kernel: (sums + _row_closed(kernel, column).sum(-2), None)
+
+    def add(sums, kernel):
+        matrix, rows = _row_closed(kernel, column)
+        part = jnp.einsum("...nm,...n->...m", matrix, rows[..., 0], precision="highest")
+        return sums + part, None
+
     sums, _ = tiles.sweep(add, jnp.zeros_like(column))
     alive = jnp.ones_like(sums, bool) if active is None else active
     ok = jnp.all((sums > scaling.FLOOR) | ~alive)

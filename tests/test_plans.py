@@ -15,8 +15,19 @@ from scipy.special import logsumexp
 
 import asap_jax as aj
 from asap_jax import chunks, closures, plans, scaling, streaming
+from asap_jax.kernels import Kernel
 
 SHAPE = (2, 3, 7, 5)  # batch, heads, queries, keys
+
+
+def kernel_of(log):
+    """The Kernel whose log entries are exactly those given, -inf where it is masked."""
+    mask = log != -jnp.inf
+    scores = jnp.where(mask, log, 0.0)
+    unit = jnp.broadcast_to(
+        jnp.eye(log.shape[-1], dtype=log.dtype), (*log.shape[:-2], *(log.shape[-1],) * 2)
+    )
+    return Kernel(scores, unit, None, mask, 1.0)
 
 
 def closing(rng, side, num_steps, size, dtype=jnp.float32):
@@ -45,11 +56,16 @@ def alternating(kernel, start, side, num_steps, log_target):
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_scaling_gives_the_log_domain_weights(rng, side, num_steps, size):
     args, settings = closing(rng, side, num_steps, size)
-    scaled = jax.jit(functools.partial(scaling.scale, **settings))(*args)
     expected = alternating(*(np.asarray(a, np.float64) for a in args), **settings)
-    assert bool(scaled.ok)
-    # Scores of size s carry a rounding of s eps, which is relative in the weights.
-    np.testing.assert_allclose(scaled.weights(), expected, rtol=0, atol=1e-6 + 1e-7 * size)
+    kernel, start = kernel_of(args[0]), args[1]
+    fits = bool(scaling.fits(kernel, start, side=side))
+    assert fits == (size == 1)
+    for divided in (True, False) if fits else (True,):
+        run = functools.partial(scaling.scale, **settings, divided=divided)
+        scaled = jax.jit(run)(kernel, start)
+        assert bool(scaled.ok)
+        # Scores of size s carry a rounding of s eps, which is relative in the weights.
+        np.testing.assert_allclose(scaled.weights(), expected, rtol=0, atol=1e-6 + 1e-7 * size)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5, 10])
@@ -74,9 +90,10 @@ def starved(dtype=jnp.float32):
 
 def test_scalings_beyond_the_range_fall_back_to_the_log_domain():
     q, k, v, mask, spec = starved()
-    kernel = jnp.where(mask, aj.scores(*(jnp.swapaxes(x, 1, 2) for x in (q, k))), -jnp.inf)
+    kernel = Kernel(*(jnp.swapaxes(x, 1, 2) for x in (q, k)), None, mask, 0.5)
     settings = dict(side="key", num_steps=150, log_target=jnp.zeros(()))
-    assert not bool(scaling.scale(kernel, jnp.zeros((1, 2, 3)), **settings).ok)
+    for divided in (True, False):
+        assert not bool(scaling.scale(kernel, jnp.zeros((1, 2, 3)), **settings, divided=divided).ok)
 
     def outputs(implementation):
         function = functools.partial(
@@ -89,6 +106,32 @@ def test_scalings_beyond_the_range_fall_back_to_the_log_domain():
     chex.assert_tree_all_finite(outputs("scaling"))
 
 
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_entry_goes_beyond_what_the_norms_say(rng, side, masked):
+    for size, fitting in ((0.5, True), (40.0, False)):
+        q, k = (problems.normal(rng, 2, 3, n, 4) * size for n in (6, 5))
+        bias = problems.normal(rng, 1, 3, 6, 5)
+        mask = jnp.asarray(problems.random_mask(rng, 2, 1, 6, 5)) if masked else None
+        kernel = Kernel(q, k, bias, mask, 0.5, 0.7)
+        log = np.asarray(kernel.log())
+        assert np.abs(log[np.isfinite(log)]).max() <= float(kernel.reach()) * (1 + 1e-6)
+        start = problems.normal(rng, 2, 3, 6 if side == "query" else 5) * size
+        fits = [bool(scaling.fits(kernel, start + by, side=side)) for by in (0, 500)]
+        assert fits == 2 * [fitting]
+
+
+def test_a_long_scaling_does_not_fit(rng):
+    """The exponents of the kernel and of the start add up; tokens without an entry do not count."""
+    q, k = (problems.normal(rng, 1, 1, 5, 4) for _ in range(2))
+    mask = jnp.ones((1, 1, 5, 5), bool).at[..., 0].set(False)
+    fits = lambda start: bool(
+        scaling.fits(Kernel(q, k, None, mask, 0.5), jnp.asarray(start)[None, None], side="key")
+    )
+    assert fits([1e9, 0.0, 0.0, 0.0, 40.0])
+    assert not fits([0.0, 0.0, 0.0, 0.0, 64.0])
+
+
 def test_the_guard_stays_one_scalar_under_vmap():
     q, k, v, mask, spec = starved()
     function = functools.partial(aj.sinkhorn_attention, mask=mask[0], spec=spec)
@@ -98,10 +141,16 @@ def test_the_guard_stays_one_scalar_under_vmap():
     chex.assert_trees_all_close(mapped[1], function(q[0], k[0], v[0]), atol=1e-6)
 
 
-@pytest.mark.parametrize(("num_steps", "masked"), [(1, True), (3, False), (6, True)])
-def test_derivatives_of_the_scaling_form(rng, x64, num_steps, masked):
-    q, k, v = (jnp.asarray(2 * rng.normal(size=(2, n, 2, 3))) for n in (5, 6, 6))
+@pytest.mark.parametrize(
+    ("num_steps", "masked", "size"), [(1, True, 2), (3, False, 2), (6, True, 2), (4, True, 8)]
+)
+def test_derivatives_of_the_scaling_form(rng, x64, num_steps, masked, size):
+    """Sizes 2 and 8: a kernel exponentiated as it is, and with its peaks divided out."""
+    q, k, v = (jnp.asarray(size * rng.normal(size=(2, n, 2, 3))) for n in (5, 6, 6))
     mask = jnp.asarray(rng.random((2, 2, 5, 6)) > 0.3) if masked else None
+    heads = [jnp.swapaxes(x, 1, 2) for x in (q, k)]
+    kernel = Kernel(*heads, None, mask, 3**-0.5)
+    assert bool(scaling.fits(kernel, jnp.zeros((2, 2, 6)), side="key")) == (size == 2)
 
     def of(implementation):
         function = functools.partial(
@@ -117,7 +166,8 @@ def test_derivatives_of_the_scaling_form(rng, x64, num_steps, masked):
         return gradient(q, k, v), forward, second
 
     of = jax.jit(of, static_argnums=0)
-    chex.assert_trees_all_close(of("scaling"), of("log"), atol=1e-11)
+    # The largest second derivatives grow with the scores.
+    chex.assert_trees_all_close(of("scaling"), of("log"), atol=5e-12 * size)
 
 
 def test_implementations_agree_for_every_operator(rng):
@@ -213,8 +263,7 @@ def test_tiles_give_the_dense_plan_and_its_gradient(rng, x64, side, num_steps, m
         return streaming.mix(*given, settings=settings, precision=(None, None), block=4)
 
     def dense(q, k, v, bias, start):
-        kernel = aj.scores(q, k, scale=0.5, bias=bias)
-        kernel = kernel if mask is None else jnp.where(mask, kernel, -jnp.inf)
+        kernel = Kernel(q, k, bias, mask, 0.5)
         return plans.read(kernel, start, target, v, settings, None)
 
     def results(function):

@@ -111,24 +111,32 @@ class Moments:
         wide = lambda x: x[..., None]
         b = wide(by_c) * t.c + wide(by_c2) * _product(t.c, t.c) + wide(by_own) * t.c_own
         b = b + 0.5 * wide(rho) * unit
-        return _dot(t.u, _product(t.u, b) + a[..., None, :])
+        # The scale goes to the small factors, so that no scaled copy of the tokens is made.
+        return _dot(t.centred, _product(t.centred, t.root**2 * b) + t.root * a[..., None, :])
 
 
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 class _Moments(NamedTuple):
-    """Moments of both sides times ``sqrt(scale)``, and the centred tokens of the own side.
+    """Moments of both sides, times ``root = sqrt(scale)``, and the centred tokens of the own side.
 
-    u ``(..., N, d)``; mean, delta ``(..., d)``; c, c_own ``(..., d, d)``; valid ``(..., N)``.
+    centred ``(..., N, d)``, without root; mean, delta ``(..., d)``; c, c_own ``(..., d, d)``; valid
+    ``(..., N)``.
     """
 
-    u: jax.Array
+    centred: jax.Array
+    root: float
     mean: jax.Array
     delta: jax.Array
     c: jax.Array
     c_own: jax.Array
     valid: jax.Array
+
+    @property
+    def u(self) -> jax.Array:
+        """Centred tokens times ``root``."""
+        return self.root * self.centred
 
 
 def _moments(q, k, scale, query_valid, key_valid) -> _Moments:
@@ -138,22 +146,34 @@ def _moments(q, k, scale, query_valid, key_valid) -> _Moments:
     root = math.sqrt(resolve_scale(scale, q.shape[-1]))
     query_valid = checks.validity("query_valid", query_valid, q[..., 0])
     key_valid = checks.validity("key_valid", key_valid, k[..., 0])
-    q, k = root * q.astype(dtype), root * k.astype(dtype)
-    common = masks.masked_mean(k, key_valid[..., None], -2)
-    k = masks.zero_inactive(k - common, key_valid)
-    x = q - common
-    delta = masks.masked_mean(x, query_valid[..., None], -2)
-    u = x - delta
-    squeeze = lambda row: jnp.squeeze(row, -2)
-    own = masks.zero_inactive(u, query_valid)
+    q, k = q.astype(dtype), k.astype(dtype)
+    # Relative to one of the tokens, means keep their float32 digits under any offset.
+    some = _first_valid(k, key_valid)
+    of_k, k = _centre(k, some, key_valid)
+    of_q, u = _centre(q, some, query_valid)
+    squeeze = lambda row: root * jnp.squeeze(row, -2)
+    covariance = lambda x, valid: root**2 * _covariance(masks.zero_inactive(x, valid), valid)
     return _Moments(
-        u,
-        squeeze(common),
-        squeeze(delta),
-        _covariance(k, key_valid),
-        _covariance(own, query_valid),
-        query_valid,
+        centred=u,
+        root=root,
+        mean=squeeze(some + of_k),
+        delta=squeeze(of_q - of_k),
+        c=covariance(k, key_valid),
+        c_own=covariance(u, query_valid),
+        valid=query_valid,
     )
+
+
+def _first_valid(x, valid):
+    """The first valid token ``(..., 1, d)``, the first where none is."""
+    index = jnp.argmax(jnp.broadcast_to(valid, x.shape[:-1]), -1)[..., None, None]
+    return jnp.take_along_axis(x, index, -2)
+
+
+def _centre(x, origin, valid):
+    """Mean of the valid tokens relative to ``origin``, ``(..., 1, d)``, and ``x`` less the mean."""
+    mean = masks.masked_mean(x - origin, valid[..., None], -2)
+    return mean, x - origin - mean
 
 
 def _covariance(centred, valid):

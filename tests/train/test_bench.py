@@ -12,7 +12,7 @@ import pytest
 
 import asap_jax as aj
 from train import cli
-from train.bench import esp_resources, features, gpu, layer, memory
+from train.bench import esp_resources, features, floor, gpu, layer, memory
 from train.bench import teacher as peers
 from train.bench.rows import DENSE, measure, table
 
@@ -107,6 +107,17 @@ def test_predicting_alone_is_timed_beside_softmax(tmp_path):
     chex.assert_shape(dual, (1, 2, 8))
     chex.assert_trees_all_close(dual.mean(-1), jnp.zeros((1, 2)), atol=1e-6)
     assert (tmp_path / "features.md").exists()
+
+
+def test_the_floor_is_two_products_and_ratios_are_to_it(tmp_path):
+    rows = {row.name: row for row in floor.run(lengths=(8,), rounds=1, out=tmp_path)}
+    assert next(iter(rows)) == floor.PRODUCTS
+    assert rows[floor.PRODUCTS].ratio == 1
+    assert set(floor.KEPT) < set(rows)
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
+    both = floor.products(lambda s: s, q, k, v)
+    chex.assert_trees_all_close(both, jnp.einsum("bnhd,bmhd,bmhe->bnhe", q, k, v), atol=1e-5)
+    assert (tmp_path / "floor.md").exists()
 
 
 def test_a_row_that_needs_too_much_memory_is_not_run():

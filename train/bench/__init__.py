@@ -5,6 +5,7 @@ import inspect
 from train.bench import (
     esp_resources,
     features,
+    floor,
     imports,
     layer,
     loop,
@@ -19,6 +20,7 @@ BENCHES = {
     "layer": (layer.run, "softmax, Sinkhorn budgets and compiled layers at growing lengths"),
     "teacher": (teacher.run, "the S=20 teacher beside OTT-JAX and a PyTorch loop"),
     "features": (features.run, "predicting a dual from moments and from slices, by itself"),
+    "floor": (floor.run, "where a layer's time goes: products, exponentials, closures, prediction"),
     "memory": (streaming.run, "tiles against whole kernels, forward and gradient"),
     "gradient-memory": (memory.run, "forward and gradient of the S=20 teacher"),
     "esp-resources": (

@@ -12,6 +12,7 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterable
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -72,12 +73,25 @@ def methods(head_dim: int, length: int | None = None) -> dict[str, Callable]:
     return rows
 
 
+@flax.struct.dataclass
+class Nothing:
+    """A feature family of one column of zeros: what closures cost without a prediction."""
+
+    def num_features(self, head_dim: int) -> int:
+        """1."""
+        return 1
+
+    def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None):
+        """Zeros ``(..., N, 1)``."""
+        return jnp.zeros_like(q[..., :1])
+
+
 def predictors(head_dim: int) -> dict[str, aj.Predictor]:
-    """Nothing, moments and slices; the first is one projection: closures and next to nothing."""
+    """Nothing, moments and slices."""
     moments = aj.Moments()
     bank = aj.slice_directions(0, SLICES, head_dim)
     families = {
-        "closures alone": (aj.RawProjections(jnp.eye(1, head_dim)), jnp.zeros(1)),
+        "closures alone": (Nothing(), jnp.zeros(1)),
         "moments": (moments, jnp.full(moments.num_features(head_dim), 1e-3)),
         f"{SLICES} slices": (aj.SlicedPotentials(bank), jnp.full(SLICES, 1 / SLICES)),
     }

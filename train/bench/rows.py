@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ DENSE = (
     "softmax, divided late",
     "softmax, jax.nn.dot_product_attention",
 )
-"""Rows whose fastest is 1 in the column of ratios."""
+"""Softmax attention that keeps all scores, in several forms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Row:
       shape, name: what ran.
       gibibytes, compile_seconds: of the compiled program; None for a peer outside JAX.
       milliseconds: median of the timed calls.
-      ratio: of that to the fastest row of ``DENSE``, or to the fastest row without any of them.
+      ratio: of that to the fastest row of the ``base`` of ``measure``.
       reason: why it was not timed.
       low, high: quartiles of the timed calls, milliseconds.
     """
@@ -60,6 +60,7 @@ def measure(
     timed: bool = True,
     sharpness: float = 1.0,
     foreign: Mapping[str, Callable[[], object]] | None = None,
+    base: Collection[str] = DENSE,
 ) -> list[Row]:
     """Compiles and times all rows at one shape, interleaved.
 
@@ -74,6 +75,7 @@ def measure(
       timed: whether to run the rows; otherwise only their memory is told.
       sharpness: factor of the first input: the standard deviation of the scores.
       foreign: calls outside JAX to time beside them; their memory is not known.
+      base: rows whose fastest is 1 in the column of ratios; the fastest row where there is none.
     """
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     done, calls = {}, {}
@@ -94,15 +96,15 @@ def measure(
         done[name], calls[name] = (None, None), call
     samples = timing.samples(calls, rounds=rounds) if calls else {}
     quartiles = {name: np.percentile(some, (25, 50, 75)) for name, some in samples.items()}
-    base = [quartiles[name][1] for name in DENSE if name in quartiles]
-    base = base or [median for _, median, _ in quartiles.values()]
+    medians = [quartiles[name][1] for name in base if name in quartiles]
+    medians = medians or [median for _, median, _ in quartiles.values()]
     found = []
     for name, (needed, seconds) in done.items():
         if name in quartiles:
             low, median, high = map(float, quartiles[name])
             found.append(
                 Row(
-                    shape_name, name, needed, seconds, median, median / float(min(base)),
+                    shape_name, name, needed, seconds, median, median / float(min(medians)),
                     low=low, high=high,
                 )
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a study measured of a teacher, kept in its run folder: a stopped study goes on from there."""
+"""What a study measured of a teacher, kept in its run folder for the next one."""
 
 import json
 import pathlib

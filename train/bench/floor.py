@@ -1,0 +1,78 @@
+"""Where a layer's time goes: what no layer can save, and what each operator adds to it.
+
+The floor is the scores' product and the product with the values, worked out as many heads at a time
+as our own layers do; then comes the exponential of every entry, and what is left is closures
+(products of a kernel and a vector) and the prediction.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterable
+
+import jax.numpy as jnp
+
+from asap_jax import chunks
+from train import machine
+from train.bench import features, layer
+from train.bench.rows import Row, measure, table, write
+
+LENGTHS = (512, 1000, 2000)
+PRODUCTS = "two products"
+KEPT = (
+    "softmax, softmax_attention",
+    "ASAP n=1, closures alone",
+    "ASAP n=1, moments",
+    "ASAP n=2, closures alone",
+    "ASAP n=2, moments",
+    "Sinkhorn S=2",
+    "Sinkhorn S=10",
+    "Sinkhorn S=20",
+)
+
+
+def products(of_scores: Callable, query, key, value):
+    """``of_scores(query key') value``, a few heads at a time, in Flax's layout."""
+    q, k, v = (jnp.swapaxes(x, -2, -3) for x in (query, key, value))
+    lead = q.shape[:-2]
+
+    def part(q, k, v):
+        scores = jnp.einsum("...nd,...md->...nm", q, k)
+        return jnp.einsum("...nm,...md->...nd", of_scores(scores), v)
+
+    step = chunks.sizes(lead, q.shape[-2] * k.shape[-2])
+    return jnp.swapaxes(chunks.over_problems(part, (q, k, v), lead, step), -2, -3)
+
+
+def rows_of(head_dim: int) -> dict[str, Callable]:
+    """Names and functions of query, key and value."""
+    methods = layer.methods(head_dim)
+    rows = {
+        PRODUCTS: functools.partial(products, lambda scores: scores),
+        "two products, exponentials": functools.partial(products, lambda s: jnp.exp(s / 8)),
+        **{name: methods[name] for name in KEPT},
+    }
+    predictor = layer.predictors(head_dim)["moments"]
+    return rows | {"prediction, moments": functools.partial(features.prediction, predictor)}
+
+
+def run(
+    lengths: Iterable[int] = LENGTHS, *, rounds: int = 20, out: pathlib.Path | None = None
+) -> list[Row]:
+    """Prints the table and writes ``floor.json`` and ``floor.md`` into ``out``."""
+    batch, heads, width = layer.SHAPE
+    rows = []
+    for length in lengths:
+        shape = (batch, length, heads, width)
+        rows += measure(f"N={length}", shape, rows_of(width), rounds=rounds, base=(PRODUCTS,))
+    print(table(rows))
+    facts = {
+        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
+        "time": f"median and quartiles of {rounds} interleaved calls; ratio to the two products",
+        **machine.facts(),
+    }
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
+    if out is not None:
+        write(out, "floor", "Where a layer's time goes", rows, facts)
+    return rows
