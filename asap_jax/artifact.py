@@ -313,7 +313,9 @@ def _read(path: str) -> tuple[dict, dict]:
         header = json.loads(bytes(arrays.pop("header")).decode())
         known = header["magic"] == MAGIC
     except Exception as error:  # zip, zlib, NumPy and JSON each raise their own
-        raise ValueError(f"{path}: not a whole asap_jax file ({error})") from error
+        # NumPy advises to load pickles unsafely, which no file of ours holds.
+        reason = "not an archive" if "pickle" in str(error) else error
+        raise ValueError(f"{path}: not a whole asap_jax file ({reason})") from error
     if not known:
         raise ValueError(f"{path}: not an asap_jax file")
     kinds = dict(format=int, versions=dict, framework=str, teacher=dict, layers=dict)

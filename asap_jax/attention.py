@@ -61,7 +61,9 @@ def sinkhorn_attention(
       spec: the finite-budget convention.
       return_weights: static; also return the weights ``(..., heads, N, M)``.
       implementation: ``"log"`` keeps to the log domain; ``"scaling"`` exponentiates once and falls
-        back to the log domain where that form cannot be trusted; ``"auto"`` is ``"scaling"``.
+        back to the log domain where that form cannot be trusted; ``"streaming"`` works tile by
+        tile, its memory linear in the length; ``"auto"`` is ``"scaling"``, or ``"streaming"`` where
+        a kernel is too large to be kept.
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``. Queries with no
@@ -248,7 +250,11 @@ def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
       TypeError: a traced value.
     """
     if isinstance(closures, str):
-        checks.one_of("closures", closures, CLOSURES)
+        if closures not in CLOSURES:
+            known = ", ".join(map(repr, (*CLOSURES, "none")))
+            raise ValueError(
+                f"closures={closures!r} is not known; known: {known}, or a number of closures"
+            )
         if side != "query":
             raise ValueError(
                 f"closures={closures!r} needs a predictor with side='query', got "

@@ -15,7 +15,7 @@ from asap_jax import closures as closing
 from asap_jax.capture import CompiledState, Record, stack_mark
 from asap_jax.options import Options
 from asap_jax.predictor import Predictor
-from asap_jax.report import Rung
+from asap_jax.report import SAME_ENDING, Rung
 from asap_jax.spec import SinkhornSpec
 
 MARGIN = 0.03  # a candidate that costs more to run must be better by this share
@@ -172,7 +172,7 @@ class AutomaticFit:
             if steps < self.spec.num_steps:
                 run = functools.partial(_teacher, record, spec=spec)
                 error = float(_sinkhorn_rel_l2(record, small=spec))
-                rows.setdefault("Sinkhorn, same ending", {})[rung] = Rung(error, seconds(run))
+                rows.setdefault(SAME_ENDING, {})[rung] = Rung(error, seconds(run))
             rows.setdefault("closures from zero", {})[rung] = Rung(
                 float(_zero_rel_l2(record, closures=rung)), math.nan
             )

@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 METRICS = ("rel_l2", "output_rmse", "row_error", "column_error")
+SAME_ENDING = "Sinkhorn, same ending"  # row of a ladder
 HEADINGS = ("attention rel-l2", "output RMSE", "row error", "column error")
 
 
@@ -74,6 +75,19 @@ class LayerReport:
                 lines.append(f"  teacher S={steps}: {1e3 * rung.seconds:.2f} ms")
             else:
                 lines.append(f"  {name:<{width}} {' '.join(cell(row.get(n)) for n in rungs)}")
+        lines.append(
+            "  (Sinkhorn of n steps, of n + 1 where n end on the other side than the teacher; "
+            "ms: one attention call on one batch)"
+        )
+        (num_steps,) = self.ladder["teacher"]
+        kept, budget = (self.ladder.get(x, {}) for x in (self.fit.get("candidate"), SAME_ENDING))
+        equal = [n for n in rungs if n in kept and n in budget and (num_steps - n) % 2 == 0]
+        lost = [str(n) for n in equal if kept[n].rel_l2 > budget[n].rel_l2]
+        if lost:
+            lines.append(
+                f"  WARNING: {self.fit['candidate']!r} is no closer than Sinkhorn of as many steps "
+                f"at n={', '.join(lost)}; more calibration data may help"
+            )
         return lines
 
     def __str__(self) -> str:

@@ -24,6 +24,7 @@ from test_compile import (
 
 import asap_jax as aj
 from asap_jax import automatic, candidates
+from asap_jax.report import METRICS, SAME_ENDING, LayerReport, Rung
 
 SMALL = (
     aj.Candidate("moments"),
@@ -53,6 +54,19 @@ def test_the_best_of_each_layer_is_kept(rng):
     assert "chosen of 3 on held-out batches" in str(result.report)
 
 
+def test_a_layer_no_closer_than_sinkhorn_of_as_many_steps_is_pointed_out():
+    """At n=1 the lowest budget of the teacher's ending has two steps: no comparison."""
+    rung = lambda *errors: {n: Rung(e, 1e-3) for n, e in enumerate(errors, 1)}
+    ladder = {"moments": rung(0.9, 0.3), SAME_ENDING: rung(0.2, 0.2), "teacher": {6: Rung(0, 1)}}
+    fit = dict(r_squared=0.5, num_rows=9, candidate="moments", choice={"moments": 0.3})
+    fit |= dict(chosen_in_sample=False, too_slow=(), left_out=())
+    rows = {"ASAP n=2": dict.fromkeys(METRICS, 0.3)}
+    layer = LayerReport("layer", rows, fit, ladder)
+    assert "WARNING: 'moments' is no closer than Sinkhorn of as many steps at n=2;" in str(layer)
+    ladder["moments"] = rung(0.9, 0.1)
+    assert "WARNING" not in str(layer)
+
+
 def test_the_report_measures_what_the_state_does(rng):
     """Fidelity, ladder and choice agree where they look at the same batch."""
     batches = data(rng, 5)
@@ -64,8 +78,8 @@ def test_the_report_measures_what_the_state_does(rng):
         assert layer.ladder[name][2].rel_l2 == pytest.approx(layer.rows["ASAP n=2"]["rel_l2"])
         assert set(layer.ladder["moments"]) == {1, 2, 3}
         assert set(layer.ladder["chain"]) == {2, 3}
-        assert set(layer.ladder["Sinkhorn, same ending"]) == {1, 2}
-        assert layer.ladder["Sinkhorn, same ending"][2].rel_l2 == pytest.approx(
+        assert set(layer.ladder[SAME_ENDING]) == {1, 2}
+        assert layer.ladder[SAME_ENDING][2].rel_l2 == pytest.approx(
             layer.rows["Sinkhorn S=2"]["rel_l2"]
         )
         assert layer.ladder["closures from zero"][2].rel_l2 == pytest.approx(

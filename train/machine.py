@@ -7,16 +7,21 @@ import sys
 
 import jax
 
+ALLOCATOR = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+"""Variables that decide whether a freed array's memory is kept: getting it again costs time."""
+
 
 def facts() -> dict[str, str]:
-    """Processor, cores, devices, versions and the command that was given."""
+    """Processor, cores, devices, versions, the allocator's settings and the command given."""
     devices = jax.devices()
-    return {
+    found = {
         "machine": f"{processor()}, {cores()} cores, {platform.system()}",
         "device": f"{len(devices)} {devices[0].device_kind}",
         "versions": f"Python {platform.python_version()}, JAX {jax.__version__}",
-        "command": command(),
     }
+    if settings := " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k in ALLOCATOR):
+        found["allocator"] = settings
+    return {**found, "command": command()}
 
 
 def processor() -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import asap_jax as aj
-from train import cli
+from train import cli, machine
 from train.bench import esp_resources, features, floor, gpu, layer, memory
 from train.bench import teacher as peers
 from train.bench.rows import DENSE, measure, table
@@ -169,3 +169,12 @@ def test_projected_attention_is_attention_between_projections():
     attend = gpu.projected(function, (1, 3, 2, 4))
     assert attend(x).shape == (1, 3, gpu.WIDTH)
     chex.assert_trees_all_close(attend(2 * x), 2 * attend(x), rtol=1e-4, atol=1e-4)
+
+
+def test_facts_tell_how_memory_is_given_back(monkeypatch):
+    for name in machine.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    assert "allocator" not in machine.facts()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    assert machine.facts()["allocator"] == "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=5"
