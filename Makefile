@@ -2,7 +2,7 @@
 #
 #   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
 #   make test   run the whole test suite in two processes (PYTEST_ARGS="-k masks" for other options)
-#   make bench  measure speed and memory and write the tables in docs/bench (15 minutes)
+#   make bench  measure speed and memory and write the tables in docs/bench (9 minutes)
 #   make gpu    check and measure on an accelerator, with whatever Python already has JAX
 #   make lint   check style and formatting
 #   make clean  remove the virtual environment

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import asap_jax as aj
 from train import machine
 from train.bench import layer
-from train.bench.rows import DENSE, Row, measure, table, write
+from train.bench.rows import DENSE, Row, measure, tell
 
 LENGTHS = (128, 512, 1024, 2048)
 
@@ -41,14 +41,10 @@ def run(
     for length in lengths:
         shape = (batch, length, heads, width)
         rows += measure(f"N={length}", shape, rows_of(width), rounds=rounds)
-    print(table(rows))
     facts = {
         "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
         "time": f"median and quartiles of {rounds} interleaved calls; ratio to the fastest dense "
         "softmax attention",
         **machine.facts(),
     }
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    if out is not None:
-        write(out, "features", "Predicting a dual", rows, facts)
-    return rows
+    return tell(out, "features", "Predicting a dual", rows, facts)

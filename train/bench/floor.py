@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from asap_jax import chunks
 from train import machine
 from train.bench import features, layer
-from train.bench.rows import Row, measure, table, write
+from train.bench.rows import Row, measure, tell
 
 LENGTHS = (512, 1000, 2000)
 PRODUCTS = "two products"
@@ -66,13 +66,9 @@ def run(
     for length in lengths:
         shape = (batch, length, heads, width)
         rows += measure(f"N={length}", shape, rows_of(width), rounds=rounds, base=(PRODUCTS,))
-    print(table(rows))
     facts = {
         "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
         "time": f"median and quartiles of {rounds} interleaved calls; ratio to the two products",
         **machine.facts(),
     }
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    if out is not None:
-        write(out, "floor", "Where a layer's time goes", rows, facts)
-    return rows
+    return tell(out, "floor", "Where a layer's time goes", rows, facts)

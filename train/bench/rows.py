@@ -138,3 +138,14 @@ def write(out: pathlib.Path, name: str, title: str, rows: list[Row], facts: dict
     (out / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
     text = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     (out / f"{name}.md").write_text(f"# {title}\n\n{table(rows)}\n\n{text}\n")
+
+
+def tell(
+    out: pathlib.Path | None, name: str, title: str, rows: list[Row], facts: dict
+) -> list[Row]:
+    """Prints the table and the facts, writes them where there is ``out``, and gives the rows."""
+    print(table(rows))
+    print("\n".join(f"{key}: {value}" for key, value in facts.items()))
+    if out is not None:
+        write(out, name, title, rows, facts)
+    return rows

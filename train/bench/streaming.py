@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import asap_jax as aj
 from train import machine
 from train.bench import layer
-from train.bench.rows import DENSE, Row, measure, table, write
+from train.bench.rows import DENSE, Row, measure, tell
 
 LENGTHS = (1000, 4000, 8000)
 LIMIT_GIB = 6.0
@@ -55,13 +55,9 @@ def run(
                 gradient=gradient,
                 timed=not gradient,
             )
-    print(table(found))
     facts = {
         "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
         "time": f"median of {rounds} interleaved calls; ratio to the faster dense softmax",
         **machine.facts(),
     }
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    if out is not None:
-        write(out, "memory", "Tiles and whole kernels", found, facts)
-    return found
+    return tell(out, "memory", "Tiles and whole kernels", found, facts)
