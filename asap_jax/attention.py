@@ -10,10 +10,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from asap_jax import chain, checks, ctransform, inputs, masks, outputs, plans
+from asap_jax import chain, checks, ctransform, inputs, outputs, plans, prediction
 from asap_jax import closures as closing
-from asap_jax.predictor import DualPair, Predictor, predict
-from asap_jax.scores import query_shift
+from asap_jax.predictor import DualPair, Predictor
 from asap_jax.spec import SinkhornSpec
 
 CLOSURES = ("one_sided", "two_sided")
@@ -166,8 +165,9 @@ def asap_attention(
         plan = plans.Dense(direct_weights(predictor, p, spec))
     else:
         corrections = chain.checked(predictor.corrections, num_steps)
-        scaling, side = predicted_scaling(predictor, p, spec)
-        plan = _plan(p, spec, scaling, side, num_steps - len(corrections), implementation)
+        start = prediction.Prediction.of(predictor, spec)
+        remaining = num_steps - len(corrections)
+        plan = _plan(p, spec, start, start.side, remaining, implementation)
     return outputs.finish(
         p,
         plan,
@@ -236,7 +236,7 @@ def softmax_attention(
 
 
 def _plan(p: inputs.Problem, spec, start, side: str, num_steps: int, implementation: str):
-    """The plan of ``num_steps`` closures from the log scaling ``start`` on ``side``."""
+    """The plan of ``num_steps`` closures from ``start`` on ``side``; see ``plans.Closed``."""
     target = closing.log_key_target(spec.key_mass, p.mask, p.score_shape, p.q.dtype)
     settings = plans.Settings(side, num_steps, spec.epsilon, p.scale, implementation)
     return plans.Closed(p, start, target, settings)
@@ -275,41 +275,9 @@ def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
 
 def direct_weights(pair: DualPair, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:
     """Weights from two predicted duals, without any c-transform (paper, design table)."""
-    f, g = (predicted_dual(side, p, spec) for side in (pair.query, pair.key))
+    f, g = (prediction.predicted_dual(side, p, spec) for side in (pair.query, pair.key))
     g = g + checks.array("offset", pair.offset).astype(g.dtype)
     return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
-
-
-def predicted_scaling(
-    predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec
-) -> tuple[jax.Array, str]:
-    """The log scaling that the uncorrected closures start from, and its side."""
-    spec = spec.with_padding(predictor.padding)
-    scaling = predicted_dual(predictor, p, spec) / spec.epsilon
-    return chain.advance(predictor.corrections, p, spec, scaling, predictor.side)
-
-
-def predicted_dual(predictor: Predictor, p: inputs.Problem, spec: SinkhornSpec) -> jax.Array:
-    """The predictor's dual in score coordinates; 0 at tokens inactive in the closures."""
-    spec = spec.with_padding(predictor.padding)
-    valid = masks.feature_validity(p.validity, spec.padding)
-    dual = predict(
-        predictor,
-        p.q,
-        p.k,
-        scale=p.scale,
-        scores=p.scores if predictor.baseline == "first_step" else None,
-        epsilon=spec.epsilon,
-        mask=p.mask,
-        query_valid=None if valid is None else valid.query,
-        key_valid=None if valid is None else valid.key,
-    )
-    own = p.q if predictor.side == "query" else p.k
-    dual = dual - query_shift(own, scale=p.scale)
-    if p.validity is None:
-        return dual
-    active = p.validity.query if predictor.side == "query" else p.validity.key
-    return jnp.where(active, dual, jnp.zeros_like(dual))
 
 
 for _function in (sinkhorn_attention, asap_attention):

@@ -24,6 +24,7 @@ from asap_jax import (
     kmeans,
     masks,
     metrics,
+    prediction,
     tuning,
 )
 from asap_jax import closures as closing
@@ -242,7 +243,7 @@ def correction_sums(
     """
     p, spec = calibrate.problem(record), record.spec
     kernel, target = closing.terms(p, spec)
-    scaling, side = attention.predicted_scaling(predictor, p, spec)
+    scaling, side = prediction.predicted_scaling(predictor, p, spec)
     log_target = target if side == "query" else jnp.zeros((), kernel.dtype)
     scaling = ctransform.closure_step(kernel, scaling, closing.AXIS[side], log_target)
     y, side, _ = calibrate.target_dual(p, spec, before_end)

@@ -185,3 +185,8 @@ def validity(name: str, valid: Any, like: jax.Array) -> jax.Array:
         raise ValueError(f"{name} of shape {valid.shape} does not broadcast to {shape}")
     valid = valid.reshape((1,) * (len(shape) - valid.ndim) + valid.shape)
     return every & (valid if valid.dtype == bool else valid != 0)
+
+
+def optional_validity(name: str, valid: Any, like: jax.Array) -> jax.Array | None:
+    """``validity``, but None stays None: what does not depend on it costs nothing then."""
+    return None if valid is None else validity(name, valid, like)

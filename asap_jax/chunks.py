@@ -55,9 +55,16 @@ def over_problems(
 
     In reverse mode each part is computed again, so that no kernel outlives its part.
     """
+    return each(jax.checkpoint(function), arrays, lead, step)
+
+
+def each(
+    function: Callable, arrays: tuple, lead: tuple[int, ...], step: tuple[int, ...]
+) -> jax.Array:
+    """As ``over_problems``, but what ``function`` keeps for reverse mode is its own affair."""
     whole = [i for i, (n, size) in enumerate(zip(lead, step, strict=True)) if size < n]
     if not whole:
-        return jax.checkpoint(function)(*arrays)
+        return function(*arrays)
     axis = whole[0]
     size, inner = step[axis], (*lead[:axis], step[axis], *lead[axis + 1 :])
     mapped = [a is not None and a.shape[axis] != 1 for a in arrays]
@@ -65,7 +72,7 @@ def over_problems(
     def part(slices):
         slices = iter(slices)
         given = tuple(next(slices) if m else a for m, a in zip(mapped, arrays, strict=True))
-        return over_problems(function, given, inner, step)
+        return each(function, given, inner, step)
 
     split = tuple(_split(a, axis, size) for m, a in zip(mapped, arrays, strict=True) if m)
     out = jnp.moveaxis(jax.lax.map(part, split), 0, axis)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import ctransform, masks
-from asap_jax.scores import scores
+from asap_jax.scores import scores, squared_norm
 
 
 @flax.struct.dataclass
@@ -48,7 +48,7 @@ class Kernel:
 
     def reach(self) -> jax.Array:
         """A bound on the size of all finite entries, ``()``, from norms: Cauchy-Schwarz."""
-        longest = lambda x: jnp.sqrt(jnp.max(jnp.sum(x * x, -1), -1, initial=0))
+        longest = lambda x: jnp.sqrt(jnp.max(squared_norm(x), -1, initial=0))
         bound = jnp.max(longest(self.q) * longest(self.k), initial=0) * self.scale
         if self.bias is not None:
             bound = bound + jnp.max(jnp.abs(self.bias), initial=0)

@@ -8,12 +8,13 @@ in the log domain.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from asap_jax import chunks, closures, scaling, streaming
+from asap_jax import chunks, closures, masks, scaling, streaming
 from asap_jax.inputs import Problem
 from asap_jax.kernels import Kernel
 
@@ -50,19 +51,20 @@ class Closed(NamedTuple):
 
     Attributes:
       problem: queries, keys, bias and mask.
-      start: log scaling ``(..., N)`` or ``(..., M)`` of ``settings.side``.
+      start: log scaling ``(..., N)`` or ``(..., M)`` of ``settings.side``; or a function from some
+        of the problems to theirs, a pytree, so that it is worked out where they are.
       log_target: log column target, ``()`` or ``(..., 1)``.
       settings: what is static.
     """
 
     problem: Problem
-    start: jax.Array
+    start: jax.Array | Callable[[Problem], jax.Array]
     log_target: Any
     settings: Settings
 
     def weights(self) -> jax.Array:
         """A ``(..., N, M)``."""
-        return _whole(*self._arrays(), None, settings=self.settings, precision=self._precision)
+        return _whole(self.problem, self.start, self._target(), settings=self.settings)
 
     def mix(self, values: jax.Array, precision=None) -> jax.Array:
         """``A @ values``, a few problems at a time, without keeping A."""
@@ -70,41 +72,55 @@ class Closed(NamedTuple):
         settings = self.settings._replace(implementation=choose(self.settings, n, m))
         rows = min(n, streaming.BLOCK) if settings.implementation == "streaming" else n
         return _chunked(
-            *self._arrays(),
-            values,
+            self.problem.replace(v=values),
+            self.start,
+            self._target(),
             settings=settings,
-            precision=(self._precision, precision),
-            lead=lead,
+            precision=precision,
             step=chunks.sizes(lead, rows * m),
         )
 
-    @property
-    def _precision(self):
-        return self.problem.precision
-
-    def _arrays(self):
-        p, rank = self.problem, len(self.problem.score_shape) - 1
-        target = jnp.asarray(self.log_target)
-        target = target.reshape((1,) * (rank - target.ndim) + target.shape)
-        return p.q, p.k, p.bias, p.mask, self.start, target
+    def _target(self):
+        target, rank = jnp.asarray(self.log_target), len(self.problem.score_shape) - 1
+        return target.reshape((1,) * (rank - target.ndim) + target.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "precision"))
-def _whole(q, k, bias, mask, start, log_target, values, *, settings, precision):
-    kernel = Kernel(q, k, bias, mask, settings.scale, settings.epsilon, precision)
+@functools.partial(jax.jit, static_argnames="settings")
+def _whole(p, start, log_target, *, settings):
+    kernel = Kernel(p.q, p.k, p.bias, p.mask, settings.scale, settings.epsilon, p.precision)
+    start = start(p) if callable(start) else start
     return read(kernel, start, log_target, None, settings, None)
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "precision", "lead", "step"))
-def _chunked(q, k, bias, mask, start, log_target, values, *, settings, precision, lead, step):
+@functools.partial(jax.jit, static_argnames=("settings", "precision", "step"))
+def _chunked(p, start, log_target, *, settings, precision, step):
+    lead = p.score_shape[:-2]
+
     def part(q, k, bias, mask, start, log_target, values):
         if settings.implementation == "streaming":
             given = (q, k, bias, mask, start, log_target, values)
-            return streaming.mix(*given, settings=settings, precision=precision)
-        kernel = Kernel(q, k, bias, mask, settings.scale, settings.epsilon, precision[0])
-        return read(kernel, start, log_target, values, settings, precision[1])
+            return streaming.mix(*given, settings=settings, precision=(p.precision, precision))
+        kernel = Kernel(q, k, bias, mask, settings.scale, settings.epsilon, p.precision)
+        return read(kernel, start, log_target, values, settings, precision)
 
-    return chunks.over_problems(part, (q, k, bias, mask, start, log_target, values), lead, step)
+    if not callable(start):
+        given = (p.q, p.k, p.bias, p.mask, start, log_target, p.v)
+        return chunks.over_problems(part, given, lead, step)
+
+    # What starts the closures may be made per head, so that heads are not split before it is known.
+    def started(q, k, bias, mask, log_target, v):
+        some = _some(p, q, k, bias, mask, v)
+        given = (q, k, bias, mask, start(some), log_target, v)
+        return chunks.over_problems(part, given, q.shape[:-2], step)
+
+    given = (p.q, p.k, p.bias, p.mask, log_target, p.v)
+    return chunks.each(started, given, lead, (*step[:-1], *lead[-1:]))
+
+
+def _some(p: Problem, q, k, bias, mask, v) -> Problem:
+    """The problem ``p`` with the arrays of some of its examples."""
+    validity = masks.closure_validity(mask, (*q.shape[:-1], k.shape[-2]))
+    return p.replace(q=q, k=k, bias=bias, mask=mask, v=v, validity=validity)
 
 
 def choose(settings: Settings, n: int, m: int) -> str:

@@ -294,13 +294,13 @@ def design_matrix(families, side: str, q, k, *, scale=None, query_valid=None, ke
     x = features.concatenate(
         families, own, other, scale=scale, query_valid=valid, key_valid=other_valid
     )
-    return x, valid
+    return x, checks.validity("valid", valid, x[..., 0])
 
 
 def own_side(side: str, q, k, query_valid, key_valid):
-    """``(own, other, own validity, other validity)``: tokens of ``side`` first."""
-    query_valid = checks.validity("query_valid", query_valid, q[..., 0])
-    key_valid = checks.validity("key_valid", key_valid, k[..., 0])
+    """``(own, other, own validity, other validity)``: tokens of ``side`` first; None is all."""
+    query_valid = checks.optional_validity("query_valid", query_valid, q[..., 0])
+    key_valid = checks.optional_validity("key_valid", key_valid, k[..., 0])
     if side == "key":
         return k, q, key_valid, query_valid
     return q, k, query_valid, key_valid

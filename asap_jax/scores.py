@@ -55,7 +55,16 @@ def query_shift(q, *, scale: float | None = None) -> jax.Array:
     q = checks.at_least_f32(checks.real_array("q", q))
     if q.ndim == 0:
         raise ValueError("q of shape () must be (..., N, d)")
-    return 0.5 * resolve_scale(scale, q.shape[-1]) * jnp.sum(q * q, axis=-1)
+    return 0.5 * resolve_scale(scale, q.shape[-1]) * squared_norm(q)
+
+
+def squared_norm(x: jax.Array) -> jax.Array:
+    """``|x_i|^2`` of ``x (..., d)``: ``(...)``.
+
+    As a product: ``sum(x * x)`` of an array with other uses can take XLA's CPU code ten times
+    as long.
+    """
+    return jnp.einsum("...d,...d->...", x, x, precision=jax.lax.Precision.HIGHEST)
 
 
 def accumulation_dtype(*arrays: jax.Array):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from asap_jax import attention, calibrate, lbfgs
+from asap_jax import calibrate, lbfgs, prediction
 from asap_jax import closures as closing
 from asap_jax.capture import Record
 from asap_jax.predictor import MLPHead, Predictor
@@ -128,7 +128,7 @@ def plan_divergence(
     """Mean of ``KL(P || P_hat)``, plans of unit mass per query, over the problems of a record."""
     p, spec = calibrate.problem(record), record.spec
     kernel, log_target = closing.terms(p, spec)
-    scaling, side = attention.predicted_scaling(predictor, p, spec)
+    scaling, side = prediction.predicted_scaling(predictor, p, spec)
     left = closures - len(predictor.corrections)
     u, v = closing.alternate(kernel, scaling, side=side, num_steps=left, log_target=log_target)
     # One constant moves between u and v: taking it out keeps float32 digits.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, masks
 from asap_jax.features.interface import evaluate, register
-from asap_jax.scores import accumulation_dtype, resolve_scale
+from asap_jax.scores import accumulation_dtype, resolve_scale, squared_norm
 
 NUM_FEATURES = 11
 _EXACT = jax.lax.Precision.HIGHEST
@@ -104,7 +104,7 @@ class Codebook:
         y = masks.zero_inactive(root * (k - common), key_valid)
         own = root * (_centres("own", self.own, q).astype(dtype) - common)
         other = root * (_centres("other", self.other, q).astype(dtype) - common)
-        h = (masks.center(h, key_valid) - 0.5 * jnp.sum(y * y, -1)) / self.epsilon
+        h = (masks.center(h, key_valid) - 0.5 * squared_norm(y)) / self.epsilon
         member = _members(y, other, key_valid)
         columns = [
             *_tangents(x, y, h, own, key_valid, self.epsilon),
@@ -180,8 +180,8 @@ def _products(a, b):
 
 
 def _square_distances(a, b):
-    size = lambda z: jnp.sum(z * z, axis=-1)
-    return size(a)[..., :, None] + size(b)[..., None, :] - 2 * _products(a, b)
+    a_size, b_size = squared_norm(a)[..., :, None], squared_norm(b)[..., None, :]
+    return a_size + b_size - 2 * _products(a, b)
 
 
 def _centres(name, centres, q):

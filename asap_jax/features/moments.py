@@ -79,7 +79,7 @@ class Moments:
         if self.absolute:
             columns += [along(t.mean), along(t.mean, by_c)]
         x = jnp.concatenate([t.u, jnp.stack(columns, axis=-1)], axis=-1)
-        return x - masks.masked_mean(x, t.valid[..., None], -2)
+        return x - _mean(x, t.valid)
 
     def linear(
         self, coefficients, q, k, *, scale=None, query_valid=None, key_valid=None
@@ -122,7 +122,7 @@ class _Moments(NamedTuple):
     """Moments of both sides, times ``root = sqrt(scale)``, and the centred tokens of the own side.
 
     centred ``(..., N, d)``, without root; mean, delta ``(..., d)``; c, c_own ``(..., d, d)``; valid
-    ``(..., N)``.
+    ``(..., N)``, None for all.
     """
 
     centred: jax.Array
@@ -131,7 +131,7 @@ class _Moments(NamedTuple):
     delta: jax.Array
     c: jax.Array
     c_own: jax.Array
-    valid: jax.Array
+    valid: jax.Array | None
 
     @property
     def u(self) -> jax.Array:
@@ -144,8 +144,8 @@ def _moments(q, k, scale, query_valid, key_valid) -> _Moments:
     checks.heads_last_dim(q, k)
     dtype = accumulation_dtype(q, k)
     root = math.sqrt(resolve_scale(scale, q.shape[-1]))
-    query_valid = checks.validity("query_valid", query_valid, q[..., 0])
-    key_valid = checks.validity("key_valid", key_valid, k[..., 0])
+    query_valid = checks.optional_validity("query_valid", query_valid, q[..., 0])
+    key_valid = checks.optional_validity("key_valid", key_valid, k[..., 0])
     q, k = q.astype(dtype), k.astype(dtype)
     # Relative to one of the tokens, means keep their float32 digits under any offset.
     some = _first_valid(k, key_valid)
@@ -166,19 +166,28 @@ def _moments(q, k, scale, query_valid, key_valid) -> _Moments:
 
 def _first_valid(x, valid):
     """The first valid token ``(..., 1, d)``, the first where none is."""
+    if valid is None:
+        return x[..., :1, :]
     index = jnp.argmax(jnp.broadcast_to(valid, x.shape[:-1]), -1)[..., None, None]
     return jnp.take_along_axis(x, index, -2)
 
 
 def _centre(x, origin, valid):
     """Mean of the valid tokens relative to ``origin``, ``(..., 1, d)``, and ``x`` less the mean."""
-    mean = masks.masked_mean(x - origin, valid[..., None], -2)
+    mean = _mean(x - origin, valid)
     return mean, x - origin - mean
 
 
+def _mean(x, valid):
+    """Over the valid tokens of ``x (..., N, d)``: ``(..., 1, d)``."""
+    return masks.masked_mean(x, None if valid is None else valid[..., None], -2)
+
+
 def _covariance(centred, valid):
-    count = jnp.maximum(valid.sum(-1, dtype=centred.dtype), jnp.ones((), centred.dtype))
     total = jnp.einsum("...nd,...ne->...de", centred, centred, precision=_EXACT)
+    if valid is None:
+        return total / centred.shape[-2]
+    count = jnp.maximum(valid.sum(-1, dtype=centred.dtype), jnp.ones((), centred.dtype))
     return total / count[..., None, None]
 
 
