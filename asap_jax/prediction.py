@@ -57,7 +57,8 @@ class Prediction:
 
     def __call__(self, p: inputs.Problem) -> jax.Array:
         """The log scaling of ``side``, ``(..., N)`` or ``(..., M)``."""
-        return predicted_scaling(self.predictor, p, self.spec)[0]
+        with jax.named_scope("prediction"):
+            return predicted_scaling(self.predictor, p, self.spec)[0]
 
 
 class _Same:

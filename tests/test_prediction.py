@@ -12,8 +12,8 @@ import pytest
 
 import asap_jax as aj
 from asap_jax import chunks
-from asap_jax.predictor import Correction, MLPHead
 from asap_jax.prediction import Prediction
+from asap_jax.predictor import Correction, MLPHead
 
 BATCH, HEADS, LENGTH, DIM = 4, 3, 6, 4
 SPEC = aj.SinkhornSpec(6)

@@ -12,7 +12,7 @@ import pytest
 
 import asap_jax as aj
 from train import cli, machine
-from train.bench import esp_resources, features, floor, gpu, layer, memory
+from train.bench import esp_resources, features, floor, gpu, layer, memory, trace
 from train.bench import teacher as peers
 from train.bench.rows import DENSE, measure, table
 
@@ -118,6 +118,27 @@ def test_the_floor_is_two_products_and_ratios_are_to_it(tmp_path):
     both = floor.products(lambda s: s, q, k, v)
     chex.assert_trees_all_close(both, jnp.einsum("bnhd,bmhd,bmhe->bnhe", q, k, v), atol=1e-5)
     assert (tmp_path / "floor.md").exists()
+
+
+def test_a_program_is_told_apart_into_the_parts_of_the_method():
+    like = [jax.ShapeDtypeStruct((1, 40, 2, 16), jnp.float32)] * 3
+    both = {"scores", "exponentials", "values", "closures"}
+    for name, expected in (("ASAP n=2, moments", both | {"prediction"}), ("Sinkhorn S=10", both)):
+        text = jax.jit(layer.methods(16)[name]).lower(*like).compile().as_text()
+        parts = trace.parts_of(text, 40)
+        assert expected <= set(parts.values()) <= expected | {"moving data", "rest"}
+
+
+def test_a_trace_finds_the_parts_of_a_call(tmp_path, capsys):
+    found = trace.run(lengths=(40,), calls=2, out=tmp_path)
+    assert set(found["N=40"]) == set(trace.KEPT)
+    for name, row in found["N=40"].items():
+        assert set(row) == {"call", *trace.PARTS}
+        assert all(row[part] > 0 for part in ("call", "scores", "values", "exponentials"))
+        assert (row["prediction"] > 0) == ("moments" in name)
+    assert "| scores (queries times keys) |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "trace.json").read_text())["rows"] == found
+    assert (tmp_path / "trace.md").exists()
 
 
 def test_a_row_that_needs_too_much_memory_is_not_run():

@@ -13,6 +13,7 @@ from train.bench import (
     parallel,
     streaming,
     teacher,
+    trace,
 )
 from train.extras import UserError
 
@@ -21,6 +22,7 @@ BENCHES = {
     "teacher": (teacher.run, "the S=20 teacher beside OTT-JAX and a PyTorch loop"),
     "features": (features.run, "predicting a dual from moments and from slices, by itself"),
     "floor": (floor.run, "where a layer's time goes: products, exponentials, closures, prediction"),
+    "trace": (trace.run, "the same from the profiler: what the compiled program's parts take"),
     "memory": (streaming.run, "tiles against whole kernels, forward and gradient"),
     "gradient-memory": (memory.run, "forward and gradient of the S=20 teacher"),
     "esp-resources": (

@@ -133,11 +133,16 @@ def table(rows: list[Row]) -> str:
 
 def write(out: pathlib.Path, name: str, title: str, rows: list[Row], facts: dict) -> None:
     """Writes ``name.json`` and ``name.md`` into ``out``."""
+    put_down(out, name, title, table(rows), [dataclasses.asdict(row) for row in rows], facts)
+
+
+def put_down(out: pathlib.Path, name: str, title: str, text: str, rows, facts: dict) -> None:
+    """Writes ``text`` into ``name.md`` and what it was made from into ``name.json``."""
     out.mkdir(parents=True, exist_ok=True)
-    stored = {"title": title, "rows": [dataclasses.asdict(row) for row in rows], "facts": facts}
+    stored = {"title": title, "rows": rows, "facts": facts}
     (out / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
-    text = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    (out / f"{name}.md").write_text(f"# {title}\n\n{table(rows)}\n\n{text}\n")
+    listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    (out / f"{name}.md").write_text(f"# {title}\n\n{text}\n\n{listed}\n")
 
 
 def tell(

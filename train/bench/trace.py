@@ -1,0 +1,168 @@
+"""Where the time of a layer's compiled program goes, from JAX's profiler: for CPUs.
+
+Every instruction of the program is put to the part of the method it belongs to, by the names that
+the library gives (``jax.named_scope``) and by its shape; what it took is the sum of its events in
+the trace. Instructions may run side by side, so that the parts can add up to more than the call.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+
+from train import machine, timing
+from train.bench import layer
+from train.bench.rows import put_down
+
+LENGTHS = (512, 2000)
+KEPT = ("softmax, softmax_attention", "Sinkhorn S=10", "ASAP n=2, moments")
+PARTS = {
+    "scores": "queries times keys",
+    "exponentials": "of all entries",
+    "closures": "kernel times vector",
+    "values": "kernel times values",
+    "prediction": "from moments",
+    "moving data": "copies, slices, other layouts",
+    "rest": "vectors, norms of queries and keys",
+}
+_MOVES = {"copy", "transpose", "bitcast", "dynamic-slice", "dynamic-update-slice", "broadcast"}
+_NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element"}
+_NESTING = {"while", "conditional", "call"}
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\S+) ([\w\-]+)\(([^)]*)\)(.*)$")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+
+
+def parts_of(text: str, length: int) -> dict[str, str]:
+    """From the instructions of a compiled program (``as_text``) to the parts of the method.
+
+    Args:
+      text: of one attention layer.
+      length: tokens of either side, another number than the width of a head.
+    """
+    inside: dict[str, list] = {}
+    for line in text.splitlines():
+        if begin := _COMPUTATION.match(line):
+            current = inside.setdefault(begin[1], [])
+        elif found := _INSTRUCTION.match(line):
+            current.append(found.groups())
+    result = {}
+    for instructions in inside.values():
+        shapes = {name: shape for name, shape, *_ in instructions}
+        for instruction in instructions:
+            name, _, kind, _, rest = instruction
+            called = re.search(r"calls=%?([\w.\-]+)", rest)
+            if kind in _NESTING | _NO_WORK:
+                continue
+            if called and called[1] in inside:
+                own = {name: shape for name, shape, *_ in inside[called[1]]}
+                result[name] = _part([instruction, *inside[called[1]]], own, length)
+            else:
+                result[name] = _part([instruction], shapes, length)
+    return result
+
+
+def _part(instructions, shapes, length: int) -> str:
+    kinds = {kind for _, _, kind, _, _ in instructions} - _NO_WORK - {"fusion"}
+    names = " ".join(re.findall(r'op_name="([^"]*)"', " ".join(i[-1] for i in instructions)))
+    if "/prediction/" in names and not kinds <= _MOVES:
+        return "prediction"
+    for _, shape, kind, operands, rest in instructions:
+        if kind == "dot":
+            return _product(shape, shapes.get(_names(operands)[0], ""), rest, length)
+    if kinds <= _MOVES:
+        return "moving data"
+    return "exponentials" if "exponential" in kinds else "rest"
+
+
+def _product(shape: str, left: str, rest: str, length: int) -> str:
+    """What a product of that shape and left operand is."""
+    *_, rows, columns = _sizes(shape)
+    axis = re.search(r"lhs_contracting_dims=\{(\d+)\}", rest)
+    summed = _sizes(left)[int(axis[1])] if axis and _sizes(left) else None
+    if rows == columns == length:
+        return "scores"
+    if 1 in (rows, columns) and length in (rows, columns):
+        return "closures"
+    return "values" if rows == length == summed else "prediction"
+
+
+def _names(operands: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", operands) or [operands.split(",")[0].strip()]
+
+
+def _sizes(shape: str) -> list[int]:
+    found = re.match(r"\(?\w+\[([\d,]+)\]", shape)
+    return [int(n) for n in found[1].split(",")] if found else []
+
+
+def traced(program: Callable, inputs, parts: dict[str, str], calls: int) -> dict[str, float]:
+    """Milliseconds a call of each part, and ``"call"``: of a whole one, while being traced."""
+    for _ in range(3):
+        jax.block_until_ready(program(*inputs))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            start = time.perf_counter()
+            for _ in range(calls):
+                jax.block_until_ready(program(*inputs))
+            whole = 1e3 * (time.perf_counter() - start) / calls
+        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(file))
+    took: Counter = Counter()
+    for plane in data.planes:
+        for line in plane.lines:
+            for event in line.events:
+                if event.name in parts:
+                    took[parts[event.name]] += event.duration_ns
+    return {"call": whole, **{part: took[part] / 1e6 / calls for part in PARTS}}
+
+
+def run(
+    lengths: Iterable[int] = LENGTHS, *, calls: int = 50, out: pathlib.Path | None = None
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Prints a table for each length and writes ``trace.json`` and ``trace.md`` into ``out``.
+
+    Returns from shapes to row names to parts to milliseconds.
+    """
+    batch, heads, width = layer.SHAPE
+    found = {}
+    for length in lengths:
+        shape = (batch, length, heads, width)
+        inputs = [jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 3)]
+        like = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 3
+        rows = found.setdefault(f"N={length}", {})
+        for name in KEPT:
+            _, program = timing.compiled(layer.methods(width)[name], *like)
+            parts = parts_of(program.as_text(), length)
+            rows[name] = traced(program, inputs, parts, calls)
+    facts = {
+        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
+        "time": f"milliseconds a call, mean of {calls} calls under jax.profiler, which slows them",
+        **machine.facts(),
+    }
+    text = "\n\n".join(_table(name, rows) for name, rows in found.items())
+    print(text)
+    print("\n".join(f"{key}: {value}" for key, value in facts.items()))
+    if out is not None:
+        put_down(out, "trace", "Where a compiled program's time goes", text, found, facts)
+    return found
+
+
+def _table(shape: str, rows: dict[str, dict[str, float]]) -> str:
+    lines = [
+        f"| {shape}, ms | " + " | ".join(rows) + " |",
+        "| --- |" + " ---: |" * len(rows),
+        "| a call | " + " | ".join(f"{row['call']:.2f}" for row in rows.values()) + " |",
+    ]
+    for part, what in PARTS.items():
+        cells = " | ".join(f"{row[part]:.2f}" for row in rows.values())
+        lines.append(f"| {part} ({what}) | {cells} |")
+    return "\n".join(lines)
