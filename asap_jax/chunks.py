@@ -61,7 +61,7 @@ def over_problems(
 def each(
     function: Callable, arrays: tuple, lead: tuple[int, ...], step: tuple[int, ...]
 ) -> jax.Array:
-    """As ``over_problems``, but what ``function`` keeps for reverse mode is its own affair."""
+    """As ``over_problems``, but ``function`` decides itself what it keeps for reverse mode."""
     whole = [i for i, (n, size) in enumerate(zip(lead, step, strict=True)) if size < n]
     if not whole:
         return function(*arrays)

@@ -111,6 +111,11 @@ def masked_mean(x: jax.Array, valid: jax.Array | None, axis: int) -> jax.Array:
     return total / jnp.maximum(count, jnp.ones_like(count))
 
 
+def token_mean(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Mean over the valid tokens of ``x (..., N, d)``, ``(..., 1, d)``; ``valid (..., N)``."""
+    return masked_mean(x, None if valid is None else valid[..., None], -2)
+
+
 def center(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
     """The zero-mean projection Pi_0 over the last axis, mean taken over ``valid`` entries."""
     return x - masked_mean(x, valid, -1)

@@ -109,8 +109,8 @@ def _chunked(p, start, log_target, *, settings, precision, step):
 
     # What starts the closures may be made per head, so that heads are not split before it is known.
     def started(q, k, bias, mask, log_target, v):
-        some = _some(p, q, k, bias, mask, v)
-        given = (q, k, bias, mask, start(some), log_target, v)
+        made = jax.checkpoint(lambda some: start(some))(_some(p, q, k, bias, mask, v))
+        given = (q, k, bias, mask, made, log_target, v)
         return chunks.over_problems(part, given, q.shape[:-2], step)
 
     given = (p.q, p.k, p.bias, p.mask, log_target, p.v)

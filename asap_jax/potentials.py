@@ -178,7 +178,7 @@ def sliced_features(
     query_valid = checks.validity("query_valid", query_valid, q[..., 0])
     key_valid = checks.validity("key_valid", key_valid, k[..., 0])
 
-    common = masks.masked_mean(k, key_valid[..., None], -2)
+    common = masks.token_mean(k, key_valid)
     k = masks.zero_inactive(k - common, key_valid)
     q = q - common
     bank = math.sqrt(resolve_scale(scale, q.shape[-1])) * slices.unit_rows(directions)

@@ -47,7 +47,7 @@ def project(x: jax.Array, directions, valid: jax.Array | None) -> jax.Array:
             f"directions of shape {directions.shape} must be (L, {x.shape[-1]}) to fit the head_dim"
         )
     unit = slices.unit_rows(directions.astype(x.dtype))
-    x = x - masks.masked_mean(x, None if valid is None else valid[..., None], -2)
+    x = x - masks.token_mean(x, valid)
     return jnp.einsum("...nd,ld->l...n", x, unit, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -68,7 +68,7 @@ class Codebook:
         """
         columns, valid = self._columns(q, k, scale, query_valid, key_valid)
         x = jnp.stack(columns, axis=-1)
-        return x - masks.masked_mean(x, valid[..., None], -2)
+        return x - masks.token_mean(x, valid)
 
     def linear(
         self, coefficients, q, k, *, scale=None, query_valid=None, key_valid=None
@@ -99,7 +99,7 @@ class Codebook:
             query_valid=key_valid,
             key_valid=query_valid,
         )
-        common = masks.masked_mean(k, key_valid[..., None], -2)
+        common = masks.token_mean(k, key_valid)
         x = root * (q.astype(dtype) - common)
         y = masks.zero_inactive(root * (k - common), key_valid)
         own = root * (_centres("own", self.own, q).astype(dtype) - common)

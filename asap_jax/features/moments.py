@@ -79,7 +79,7 @@ class Moments:
         if self.absolute:
             columns += [along(t.mean), along(t.mean, by_c)]
         x = jnp.concatenate([t.u, jnp.stack(columns, axis=-1)], axis=-1)
-        return x - _mean(x, t.valid)
+        return x - masks.token_mean(x, t.valid)
 
     def linear(
         self, coefficients, q, k, *, scale=None, query_valid=None, key_valid=None
@@ -174,13 +174,8 @@ def _first_valid(x, valid):
 
 def _centre(x, origin, valid):
     """Mean of the valid tokens relative to ``origin``, ``(..., 1, d)``, and ``x`` less the mean."""
-    mean = _mean(x - origin, valid)
+    mean = masks.token_mean(x - origin, valid)
     return mean, x - origin - mean
-
-
-def _mean(x, valid):
-    """Over the valid tokens of ``x (..., N, d)``: ``(..., 1, d)``."""
-    return masks.masked_mean(x, None if valid is None else valid[..., None], -2)
 
 
 def _covariance(centred, valid):

@@ -37,7 +37,7 @@ class _Extra:
     def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None):
         t = _moments(q, k, scale, query_valid, key_valid)
         x = jnp.stack(self.columns(t), axis=-1)
-        return x - masks.masked_mean(x, t.valid[..., None], -2)
+        return x - masks.token_mean(x, t.valid)
 
 
 @flax.struct.dataclass
