@@ -12,8 +12,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-ELEMENTS = {"cpu": 2**19}
-"""Kernel entries of the problems done at a time, by backend (2 MiB in float32): on CPUs fewer leave
+ELEMENTS = {"cpu": 2**20}
+"""Kernel entries of the problems done at a time, by backend (4 MiB in float32): on CPUs fewer leave
 small problems too short for the cores, more leave the cache. Other backends do all at once."""
 
 
@@ -62,23 +62,28 @@ def each(
     function: Callable, arrays: tuple, lead: tuple[int, ...], step: tuple[int, ...]
 ) -> jax.Array:
     """As ``over_problems``, but ``function`` decides itself what it keeps for reverse mode."""
-    whole = [i for i, (n, size) in enumerate(zip(lead, step, strict=True)) if size < n]
-    if not whole:
+    cut = [i for i, (n, size) in enumerate(zip(lead, step, strict=True)) if size < n]
+    if not cut:
         return function(*arrays)
-    axis = whole[0]
+    axis = cut[0]
     size, inner = step[axis], (*lead[:axis], step[axis], *lead[axis + 1 :])
     mapped = [a is not None and a.shape[axis] != 1 for a in arrays]
 
+    # No axis of size 1 goes through the loop: XLA copies what is moved over one.
+    ones = axis if all(n == 1 for n in lead[:axis]) else 0
+    at, kept = axis - ones, (size,) if size > 1 else ()
+
+    def split(a):
+        shape = (*a.shape[ones:axis], lead[axis] // size, *kept, *a.shape[axis + 1 :])
+        return jnp.moveaxis(a.reshape(shape), at, 0)
+
     def part(slices):
         slices = iter(slices)
-        given = tuple(next(slices) if m else a for m, a in zip(mapped, arrays, strict=True))
-        return each(function, given, inner, step)
+        whole = lambda a: next(slices).reshape(*a.shape[:axis], size, *a.shape[axis + 1 :])
+        given = tuple(whole(a) if m else a for m, a in zip(mapped, arrays, strict=True))
+        out = each(function, given, inner, step)
+        return out.reshape(*out.shape[ones:axis], *kept, *out.shape[axis + 1 :])
 
-    split = tuple(_split(a, axis, size) for m, a in zip(mapped, arrays, strict=True) if m)
-    out = jnp.moveaxis(jax.lax.map(part, split), 0, axis)
-    return out.reshape(*out.shape[:axis], lead[axis], *out.shape[axis + 2 :])
-
-
-def _split(a: jax.Array, axis: int, size: int) -> jax.Array:
-    a = a.reshape(*a.shape[:axis], a.shape[axis] // size, size, *a.shape[axis + 1 :])
-    return jnp.moveaxis(a, axis, 0)
+    out = jax.lax.map(part, tuple(split(a) for m, a in zip(mapped, arrays, strict=True) if m))
+    out = jnp.moveaxis(out, 0, at)
+    return out.reshape(*lead[: axis + 1], *out.shape[at + 1 + len(kept) :])
