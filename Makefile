@@ -2,7 +2,7 @@
 #
 #   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
 #   make test   run the whole test suite in two processes (PYTEST_ARGS="-k masks" for other options)
-#   make bench  measure speed and memory and write the tables in docs/bench (9 minutes)
+#   make bench  measure speed and memory and write the tables in docs/bench (13 minutes)
 #   make gpu    check and measure on an accelerator, with whatever Python already has JAX
 #   make lint   check style and formatting
 #   make clean  remove the virtual environment
@@ -29,8 +29,10 @@ test: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m train bench layer --out docs/bench
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m train bench layer --out docs/bench/huge_pages
 	$(BIN)/python -m train bench features --out docs/bench
 	$(BIN)/python -m train bench floor --out docs/bench
+	$(BIN)/python -m train bench trace --out docs/bench
 	$(BIN)/python -m train bench teacher --out docs/bench
 	$(BIN)/python -m train bench memory --out docs/bench
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-ELEMENTS = {"cpu": 2**20}
-"""Kernel entries of the problems done at a time, by backend (4 MiB in float32): on CPUs fewer leave
+ELEMENTS = {"cpu": 2**19}
+"""Kernel entries of the problems done at a time, by backend (2 MiB in float32): on CPUs fewer leave
 small problems too short for the cores, more leave the cache. Other backends do all at once."""
 
 

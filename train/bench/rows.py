@@ -30,7 +30,8 @@ class Row:
 
     Attributes:
       shape, name: what ran.
-      gibibytes, compile_seconds: of the compiled program; None for a peer outside JAX.
+      gibibytes: temporary memory of the compiled program, beside inputs and outputs.
+      compile_seconds: of that program; both are None for a peer outside JAX.
       milliseconds: median of the timed calls.
       ratio: of that to the fastest row of the ``base`` of ``measure``.
       reason: why it was not timed.
@@ -69,7 +70,7 @@ def measure(
       shape: of every input: batch, length, heads, head_dim.
       rows: names and functions.
       rounds: timed calls of each.
-      limit_gib: rows that need more are not run.
+      limit_gib: rows that need more, inputs and outputs included, are not run.
       gradient: time value and gradient of a scalar of the output instead.
       num_inputs: Gaussian arrays of that shape that each function takes.
       timed: whether to run the rows; otherwise only their memory is told.
@@ -88,29 +89,31 @@ def measure(
             function = jax.value_and_grad(loss, argnums=tuple(range(num_inputs)))
         seconds, program = timing.compiled(function, *[like] * num_inputs)
         analysis = program.memory_analysis()
-        needed = (analysis.temp_size_in_bytes + 4 * analysis.output_size_in_bytes) / GIB
-        done[name] = (needed, seconds)
+        held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+        temporary = analysis.temp_size_in_bytes / GIB
+        needed = temporary + held / GIB
+        done[name] = (temporary, needed, seconds)
         if timed and needed <= limit_gib:
             calls[name] = functools.partial(program, *inputs)
     for name, call in (foreign or {}).items():
-        done[name], calls[name] = (None, None), call
+        done[name], calls[name] = (None, None, None), call
     samples = timing.samples(calls, rounds=rounds) if calls else {}
     quartiles = {name: np.percentile(some, (25, 50, 75)) for name, some in samples.items()}
     medians = [quartiles[name][1] for name in base if name in quartiles]
     medians = medians or [median for _, median, _ in quartiles.values()]
     found = []
-    for name, (needed, seconds) in done.items():
+    for name, (temporary, needed, seconds) in done.items():
         if name in quartiles:
             low, median, high = map(float, quartiles[name])
             found.append(
                 Row(
-                    shape_name, name, needed, seconds, median, median / float(min(medians)),
+                    shape_name, name, temporary, seconds, median, median / float(min(medians)),
                     low=low, high=high,
                 )
             )  # fmt: skip
         else:
             reason = f"not run (needs {needed:.1f} GiB)" if needed > limit_gib else "not timed"
-            found.append(Row(shape_name, name, needed, seconds, None, None, reason))
+            found.append(Row(shape_name, name, temporary, seconds, None, None, reason))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterable
 
@@ -54,7 +55,12 @@ def ott_attention(query, key, value, *, num_steps: int) -> jax.Array:
 
 
 def torch_calls(shape, num_steps: int, *, gradient: bool) -> Callable[[], object]:
-    """A call of the log-domain loop in PyTorch, on the processor, ready to be timed."""
+    """A call of the log-domain loop in PyTorch, on the processor, ready to be timed.
+
+    OpenMP is told to let its threads sleep: spinning on after the call, as they do by default, they
+    took half of the processors from the row after it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     torch.set_num_threads(machine.cores())
@@ -98,7 +104,7 @@ def rows_of(num_steps: int = STEPS) -> dict[str, Callable]:
 def run(
     lengths: Iterable[int] = LENGTHS,
     *,
-    rounds: int = 5,
+    rounds: int = 9,
     num_steps: int = STEPS,
     out: pathlib.Path | None = None,
 ) -> list[Row]:
@@ -123,7 +129,8 @@ def run(
     print(table(rows))
     facts = {
         "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
-        "time": f"median of {rounds} interleaved calls; ratio to the fastest row",
+        "time": f"median of {rounds} interleaved calls; ratio to the fastest row; PyTorch under "
+        f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}",
         **{
             f"{name} row": "not run, not installed: pip install " + package
             for name, package in (("ott", "ott-jax"), ("torch", "torch"))
