@@ -15,6 +15,7 @@ from train import cli, machine
 from train.bench import esp_resources, features, floor, gpu, layer, memory, trace
 from train.bench import teacher as peers
 from train.bench.rows import DENSE, measure, table
+from train.extras import UserError
 
 
 def test_esp_resources_prints_a_row_per_method_and_length(capsys):
@@ -139,6 +140,11 @@ def test_a_trace_finds_the_parts_of_a_call(tmp_path, capsys):
     assert "| scores (queries times keys) |" in capsys.readouterr().out
     assert json.loads((tmp_path / "trace.json").read_text())["rows"] == found
     assert (tmp_path / "trace.md").exists()
+
+
+def test_a_length_that_shapes_do_not_tell_apart_is_refused():
+    with pytest.raises(UserError, match="other than 64"):
+        trace.run(lengths=(512, 64))
 
 
 def test_a_row_that_needs_too_much_memory_is_not_run():

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from train import machine, timing
 from train.bench import layer
 from train.bench.rows import put_down
+from train.extras import UserError
 
 LENGTHS = (512, 2000)
 KEPT = ("softmax, softmax_attention", "Sinkhorn S=10", "ASAP n=2, moments")
@@ -131,8 +132,18 @@ def run(
     """Prints a table for each length and writes ``trace.json`` and ``trace.md`` into ``out``.
 
     Returns from shapes to row names to parts to milliseconds.
+
+    Raises UserError for a length equal to the width of a head, and on another backend than CPUs.
     """
     batch, heads, width = layer.SHAPE
+    lengths = tuple(lengths)
+    if width in lengths:
+        raise UserError(
+            f"bench trace tells products apart by their shapes: give --lengths other than {width}, "
+            "the width of a head"
+        )
+    if jax.default_backend() != "cpu":
+        raise UserError(f"bench trace reads programs of CPUs, not of {jax.default_backend()}")
     found = {}
     for length in lengths:
         shape = (batch, length, heads, width)
