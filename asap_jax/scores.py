@@ -61,7 +61,7 @@ def query_shift(q, *, scale: float | None = None) -> jax.Array:
 def squared_norm(x: jax.Array) -> jax.Array:
     """``|x_i|^2`` of ``x (..., d)``: ``(...)``.
 
-    As a product: ``sum(x * x)`` of an array with other uses can take XLA's CPU code ten times
+    As a product: ``sum(x * x)`` of an array with other uses can take XLA's CPU code several times
     as long.
     """
     return jnp.einsum("...d,...d->...", x, x, precision=jax.lax.Precision.HIGHEST)

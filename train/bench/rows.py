@@ -136,24 +136,32 @@ def table(rows: list[Row]) -> str:
 
 def write(out: pathlib.Path, name: str, title: str, rows: list[Row], facts: dict) -> None:
     """Writes ``name.json`` and ``name.md`` into ``out``."""
-    put_down(out, name, title, table(rows), [dataclasses.asdict(row) for row in rows], facts)
-
-
-def put_down(out: pathlib.Path, name: str, title: str, text: str, rows, facts: dict) -> None:
-    """Writes ``text`` into ``name.md`` and what it was made from into ``name.json``."""
-    out.mkdir(parents=True, exist_ok=True)
-    stored = {"title": title, "rows": rows, "facts": facts}
-    (out / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
-    listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    (out / f"{name}.md").write_text(f"# {title}\n\n{text}\n\n{listed}\n")
+    _put_down(out, name, title, table(rows), _stored(rows), facts)
 
 
 def tell(
     out: pathlib.Path | None, name: str, title: str, rows: list[Row], facts: dict
 ) -> list[Row]:
     """Prints the table and the facts, writes them where there is ``out``, and gives the rows."""
-    print(table(rows))
+    tell_text(out, name, title, table(rows), _stored(rows), facts)
+    return rows
+
+
+def tell_text(out: pathlib.Path | None, name: str, title: str, text: str, rows, facts: dict):
+    """Prints ``text`` and the facts, and writes them, with the ``rows`` they tell of."""
+    print(text)
     print("\n".join(f"{key}: {value}" for key, value in facts.items()))
     if out is not None:
-        write(out, name, title, rows, facts)
-    return rows
+        _put_down(out, name, title, text, rows, facts)
+
+
+def _stored(rows: list[Row]) -> list[dict]:
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _put_down(out: pathlib.Path, name: str, title: str, text: str, rows, facts: dict) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    stored = {"title": title, "rows": rows, "facts": facts}
+    (out / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
+    listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    (out / f"{name}.md").write_text(f"# {title}\n\n{text}\n\n{listed}\n")

@@ -20,7 +20,7 @@ import numpy as np
 import asap_jax as aj
 from train import machine
 from train.bench import layer
-from train.bench.rows import Row, measure, table, write
+from train.bench.rows import Row, measure, tell
 
 LENGTHS = (512, 2000)
 STEPS = 20
@@ -126,7 +126,6 @@ def run(
                 gradient=gradient,
                 foreign=peers,
             )
-    print(table(rows))
     facts = {
         "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
         "time": f"median of {rounds} interleaved calls; ratio to the fastest row; PyTorch under "
@@ -138,7 +137,4 @@ def run(
         },
         **machine.facts(),
     }
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    if out is not None:
-        write(out, "teacher", "The Sinkhorn teacher and its peers", rows, facts)
-    return rows
+    return tell(out, "teacher", "The Sinkhorn teacher and its peers", rows, facts)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from train import machine, timing
 from train.bench import layer
-from train.bench.rows import put_down
+from train.bench.rows import tell_text
 from train.extras import UserError
 
 LENGTHS = (512, 2000)
@@ -160,10 +160,7 @@ def run(
         **machine.facts(),
     }
     text = "\n\n".join(_table(name, rows) for name, rows in found.items())
-    print(text)
-    print("\n".join(f"{key}: {value}" for key, value in facts.items()))
-    if out is not None:
-        put_down(out, "trace", "Where a compiled program's time goes", text, found, facts)
+    tell_text(out, "trace", "Where a compiled program's time goes", text, found, facts)
     return found
 
 
