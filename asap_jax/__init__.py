@@ -2,24 +2,31 @@
 
 from asap_jax import linen, metrics, nnx
 from asap_jax.artifact import load, save
-from asap_jax.attention import asap_attention, sinkhorn_attention, softmax_attention
-from asap_jax.candidates import CANDIDATES, THOROUGH, Candidate
-from asap_jax.capture import CompiledState
-from asap_jax.compile import CompileResult
-from asap_jax.costs import CostInputs, squared_euclidean_inputs
-from asap_jax.ctransform import attention_weights, key_ctransform, query_ctransform
-from asap_jax.diff import diff_attention, diff_lambda_init
-from asap_jax.esp import esp_attention, esp_temperature_schedule
+from asap_jax.attention.costs import CostInputs, squared_euclidean_inputs
+from asap_jax.attention.functions import asap_attention, sinkhorn_attention, softmax_attention
+from asap_jax.baselines.diff import diff_attention, diff_lambda_init
+from asap_jax.baselines.esp import esp_attention, esp_temperature_schedule
+from asap_jax.compiler.calibration import CompileResult
+from asap_jax.compiler.options import Options
+from asap_jax.compiler.report import CompileReport, LayerReport, Rung
 from asap_jax.features import Codebook, Moments, RankDisplacement, RawProjections, SlicedPotentials
-from asap_jax.kl import KLFit, fit_kl, kl_objective
-from asap_jax.least_squares import LeastSquaresFit, NormalEquations, fit_ls
-from asap_jax.options import Options
-from asap_jax.potentials import sliced_potentials
-from asap_jax.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor, predict
-from asap_jax.report import CompileReport, LayerReport, Rung
+from asap_jax.features.directions import slice_directions
+from asap_jax.features.potentials import sliced_potentials
+from asap_jax.fitting.candidates import CANDIDATES, THOROUGH, Candidate
+from asap_jax.fitting.kl import KLFit, fit_kl, kl_objective
+from asap_jax.fitting.least_squares import LeastSquaresFit, NormalEquations, fit_ls
+from asap_jax.predictor.predictor import (
+    Correction,
+    DualPair,
+    LinearHead,
+    MLPHead,
+    Predictor,
+    predict,
+)
+from asap_jax.records import CompiledState
 from asap_jax.scores import query_shift, scores
-from asap_jax.sinkhorn import SinkhornDuals, sinkhorn_duals
-from asap_jax.slices import slice_directions
+from asap_jax.solvers.ctransform import attention_weights, key_ctransform, query_ctransform
+from asap_jax.solvers.duals import SinkhornDuals, sinkhorn_duals
 from asap_jax.spec import SinkhornSpec
 
 __version__ = "0.1.0"

@@ -8,14 +8,8 @@ one file of its own (``asap_jax.features.interface`` says what it has).
 
 from __future__ import annotations
 
+from asap_jax.features.base import FAMILIES, check_families, concatenate, evaluate, register
 from asap_jax.features.codebook import Codebook
-from asap_jax.features.interface import (
-    FAMILIES,
-    check_families,
-    concatenate,
-    evaluate,
-    register,
-)
 from asap_jax.features.moments import Moments
 from asap_jax.features.rank_displacement import RankDisplacement
 from asap_jax.features.raw_projections import RawProjections

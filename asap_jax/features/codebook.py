@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.features.interface import evaluate, register
+from asap_jax.features.base import evaluate, register
 from asap_jax.scores import accumulation_dtype, resolve_scale, squared_norm
 
 NUM_FEATURES = 11

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.features.interface import register
+from asap_jax.features.base import register
 from asap_jax.scores import accumulation_dtype, resolve_scale
 
 NUM_INVARIANT, NUM_ABSOLUTE = 6, 2

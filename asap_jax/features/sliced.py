@@ -5,8 +5,8 @@ from __future__ import annotations
 import flax.struct
 import jax
 
-from asap_jax.features.interface import Sliced, register
-from asap_jax.potentials import sliced_potentials
+from asap_jax.features.base import Sliced, register
+from asap_jax.features.potentials import sliced_potentials
 
 
 @register("sliced_potentials")

@@ -5,15 +5,16 @@ import dataclasses
 import pytest
 
 import asap_jax as aj
-from train import data, recipes
+from train.data import images
+from train.recipes import catalogue
 
 
 @pytest.fixture(scope="session")
 def tiny():
     """The demo recipe with fewer, smaller everything; still 2 layers and a real Sinkhorn loop."""
     return dataclasses.replace(
-        recipes.DEMO,
-        model=recipes.ViT(patch_size=7, width=16, depth=2, num_heads=2, head_dim=8, mlp_dim=16),
+        catalogue.DEMO,
+        model=catalogue.ViT(patch_size=7, width=16, depth=2, num_heads=2, head_dim=8, mlp_dim=16),
         spec=aj.SinkhornSpec(num_steps=6),
         epochs=2,
         batch_size=20,
@@ -33,10 +34,10 @@ def minute(tiny):
 @pytest.fixture(scope="session")
 def examples():
     """200 packaged training images."""
-    return data.load("fashion_mnist", "train[:200]", data.PACKAGED)
+    return images.load("fashion_mnist", "train[:200]", images.PACKAGED)
 
 
 @pytest.fixture(scope="session")
 def test_examples():
     """60 packaged test images."""
-    return data.load("fashion_mnist", "test[:60]", data.PACKAGED)
+    return images.load("fashion_mnist", "test[:60]", images.PACKAGED)

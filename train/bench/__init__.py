@@ -9,22 +9,22 @@ from train.bench import (
     imports,
     layer,
     loop,
-    memory,
+    memory_gradient,
+    memory_tiles,
     parallel,
-    streaming,
-    teacher,
+    peers,
     trace,
 )
-from train.extras import UserError
+from train.runtime.errors import UserError
 
 BENCHES = {
     "layer": (layer.run, "softmax, Sinkhorn budgets and compiled layers at growing lengths"),
-    "teacher": (teacher.run, "the S=20 teacher beside OTT-JAX and a PyTorch loop"),
+    "teacher": (peers.run, "the S=20 teacher beside OTT-JAX and a PyTorch loop"),
     "features": (features.run, "predicting a dual from moments and from slices, by itself"),
     "floor": (floor.run, "where a layer's time goes: products, exponentials, closures, prediction"),
     "trace": (trace.run, "the same from the profiler: what the compiled program's parts take"),
-    "memory": (streaming.run, "tiles against whole kernels, forward and gradient"),
-    "gradient-memory": (memory.run, "forward and gradient of the S=20 teacher"),
+    "memory": (memory_tiles.run, "tiles against whole kernels, forward and gradient"),
+    "gradient-memory": (memory_gradient.run, "forward and gradient of the S=20 teacher"),
     "esp-resources": (
         esp_resources.run,
         "train steps of ESP attention beside Sinkhorn (the paper's table shape)",

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 import asap_jax as aj
-from asap_jax.esp import esp_attention
-from train import machine
+from asap_jax.baselines.esp import esp_attention
+from train.runtime import machine
 
 GIB = 2**30
 LIMIT_GIB = 12.0

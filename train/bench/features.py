@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 import asap_jax as aj
-from train import machine
 from train.bench import layer
-from train.bench.rows import DENSE, Row, measure, tell
+from train.bench.measure import DENSE, Row, measure, tell
+from train.runtime import machine
 
 LENGTHS = (128, 512, 1024, 2048)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
-from asap_jax import chunks
-from train import machine
+from asap_jax.solvers import batching
 from train.bench import features, layer
-from train.bench.rows import Row, measure, tell
+from train.bench.measure import Row, measure, tell
+from train.runtime import machine
 
 LENGTHS = (512, 1000, 2000)
 PRODUCTS = "two products"
@@ -41,8 +41,8 @@ def products(of_scores: Callable, query, key, value):
         scores = jnp.einsum("...nd,...md->...nm", q, k)
         return jnp.einsum("...nm,...md->...nd", of_scores(scores), v)
 
-    step = chunks.sizes(lead, q.shape[-2] * k.shape[-2])
-    return jnp.swapaxes(chunks.over_problems(part, (q, k, v), lead, step), -2, -3)
+    step = batching.sizes(lead, q.shape[-2] * k.shape[-2])
+    return jnp.swapaxes(batching.over_problems(part, (q, k, v), lead, step), -2, -3)
 
 
 def rows_of(head_dim: int) -> dict[str, Callable]:

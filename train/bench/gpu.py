@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import asap_jax as aj
-from train import machine
 from train.bench import layer
-from train.bench.rows import measure, table, write
+from train.bench.measure import measure, table, write
+from train.runtime import machine
 
 SWEEP = (128, 500, 1000, 2000, 4000)
 FUSED = (512, 2048, 4096)

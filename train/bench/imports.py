@@ -4,7 +4,7 @@ import statistics
 import subprocess
 import sys
 
-from train import machine
+from train.runtime import machine
 
 NEIGHBOURS = "jax, flax.linen, flax.nnx, optax, chex"
 CODE = (

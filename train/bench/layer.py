@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 import asap_jax as aj
-from train import machine
 from train.bench import plot
-from train.bench.rows import DENSE, Row, measure, table, write
+from train.bench.measure import DENSE, Row, measure, table, write
+from train.runtime import machine
 
 LENGTHS = (128, 512, 1000, 2000)
 SHAPE = (1, 8, 64)  # batch, heads, head_dim of a sweep over lengths

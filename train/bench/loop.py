@@ -9,8 +9,12 @@ import time
 import jax
 import numpy as np
 
-from train import data, loop, machine, parallel, recipes, runs
-from train.data import Batches, Examples
+from train.data import images
+from train.data.images import Batches, Examples
+from train.recipes import catalogue
+from train.runtime import devices as parallel
+from train.runtime import machine
+from train.training import loop, run_folder
 
 STEPS = 200
 ROUNDS = 3
@@ -31,7 +35,7 @@ class Speed:
     input_share: float
 
 
-def bare(recipe: recipes.Recipe, examples: Examples, count: int) -> float:
+def bare(recipe: catalogue.Recipe, examples: Examples, count: int) -> float:
     """Steps a second of the jitted step alone."""
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed=0)
     devices, create, step = loop.programs(recipe, batches.steps_per_epoch, parallel.Sharded.name)
@@ -45,12 +49,12 @@ def bare(recipe: recipes.Recipe, examples: Examples, count: int) -> float:
     return count / (time.perf_counter() - began)
 
 
-def looped(recipe: recipes.Recipe, examples: Examples, count: int) -> tuple[float, float]:
+def looped(recipe: catalogue.Recipe, examples: Examples, count: int) -> tuple[float, float]:
     """Steps a second of the training loop from its first metrics line on, and its input share."""
     with tempfile.TemporaryDirectory() as folder:
         run = pathlib.Path(folder)
         loop.train(recipe, examples, run, stop_after=count + loop.LOG_EVERY)
-        lines = [json.loads(line) for line in (run / runs.METRICS).read_text().splitlines()]
+        lines = [json.loads(line) for line in (run / run_folder.METRICS).read_text().splitlines()]
     first, last = lines[0], lines[-1]
     seconds = last["seconds"] - first["seconds"]
     waited = (
@@ -61,8 +65,8 @@ def looped(recipe: recipes.Recipe, examples: Examples, count: int) -> tuple[floa
 
 def run(count: int = STEPS) -> Speed:
     """Prints medians of interleaved runs of the demo recipe."""
-    recipe = recipes.DEMO
-    examples = data.load(recipe.dataset, "train", data.PACKAGED)
+    recipe = catalogue.DEMO
+    examples = images.load(recipe.dataset, "train", images.PACKAGED)
     pairs = [
         (bare(recipe, examples, count), looped(recipe, examples, count)) for _ in range(ROUNDS)
     ]

@@ -5,14 +5,20 @@ import dataclasses
 import jax
 import numpy as np
 
-from train import data, loop, machine, parallel, recipes
-from train.data import Batches
-from train.extras import UserError
+from train.data import images
+from train.data.images import Batches
+from train.recipes import catalogue
+from train.runtime import devices as parallel
+from train.runtime import machine
+from train.runtime.errors import UserError
+from train.training import loop
 
 STEPS = 20
 
 
-def losses(way: str, recipe: recipes.Recipe, examples: data.Examples, count: int) -> list[float]:
+def losses(
+    way: str, recipe: catalogue.Recipe, examples: images.Examples, count: int
+) -> list[float]:
     """Training losses of the first ``count`` steps."""
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed=0)
     devices, create, step = loop.programs(recipe, batches.steps_per_epoch, way)
@@ -24,7 +30,7 @@ def losses(way: str, recipe: recipes.Recipe, examples: data.Examples, count: int
     return found
 
 
-def run(count: int = STEPS, recipe: recipes.Recipe = recipes.DEMO) -> dict[str, list[float]]:
+def run(count: int = STEPS, recipe: catalogue.Recipe = catalogue.DEMO) -> dict[str, list[float]]:
     """Prints a line a step and the largest differences; gives the losses of every way.
 
     Raises:
@@ -35,7 +41,7 @@ def run(count: int = STEPS, recipe: recipes.Recipe = recipes.DEMO) -> dict[str, 
             "there is one device: on a CPU set JAX_NUM_CPU_DEVICES=2 to share it out among two"
         )
     recipe = dataclasses.replace(recipe, batch_size=8 * jax.device_count())
-    examples = data.load(recipe.dataset, "train[:500]", data.PACKAGED)
+    examples = images.load(recipe.dataset, "train[:500]", images.PACKAGED)
     found = {way: losses(way, recipe, examples, count) for way in parallel.WAYS}
     print("step  " + "  ".join(f"{way:>12}" for way in parallel.WAYS))
     for index, row in enumerate(zip(*found.values(), strict=True), 1):

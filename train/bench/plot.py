@@ -3,8 +3,8 @@
 import pathlib
 from collections.abc import Iterable
 
-from train.bench.rows import Row
-from train.extras import need
+from train.bench.measure import Row
+from train.runtime.errors import need
 
 LINES = {
     "softmax, softmax_attention": ("#6b7280", "X"),

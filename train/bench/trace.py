@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
-from train import machine, timing
 from train.bench import layer
-from train.bench.rows import tell_text
-from train.extras import UserError
+from train.bench.measure import tell_text
+from train.runtime import machine, timing
+from train.runtime.errors import UserError
 
 LENGTHS = (512, 2000)
 KEPT = ("softmax, softmax_attention", "Sinkhorn S=10", "ASAP n=2, moments")

@@ -12,12 +12,14 @@ import time
 from collections.abc import Sequence
 
 import asap_jax as aj
-from train import compiling, fidelity, machine
-from train import teacher as teachers
-from train.study import kept, plot, table
+from train.evaluation import compile_teacher, fidelity
+from train.runtime import machine
+from train.study import cache as kept
+from train.study import plot, results
 from train.study.groups import groups_of, load
-from train.study.measuring import TEST_EXAMPLES, measure
-from train.study.table import Group, Study
+from train.study.measure import TEST_EXAMPLES, measure
+from train.study.results import Group, Study
+from train.training import teacher as teachers
 
 
 def run(
@@ -26,7 +28,7 @@ def run(
     out: pathlib.Path,
     *,
     test_examples: int = TEST_EXAMPLES,
-    num_images: int = compiling.NUM_IMAGES,
+    num_images: int = compile_teacher.NUM_IMAGES,
     thorough: bool = False,
     again: bool = False,
 ) -> tuple[Study, list[pathlib.Path]]:
@@ -66,7 +68,7 @@ def run(
                 versions=machine.facts()["versions"],
             )
             file = folder / kept.FIDELITY
-            figures = None if again else kept.read(file, settings, table.TeacherFigures.read)
+            figures = None if again else kept.read(file, settings, results.TeacherFigures.read)
             if figures is None:
                 figures = measure(
                     folder,
@@ -79,7 +81,7 @@ def run(
                 kept.write(file, settings, figures)
             done.append(dataclasses.replace(figures, run=str(folder)))
             facts = _facts(trained.recipe, done, split, test_examples, num_images)
-            finished[label] = Group(label, facts, table.lines_of(done), tuple(done))
+            finished[label] = Group(label, facts, results.lines_of(done), tuple(done))
             study = Study("Fidelity over seeds", tuple(finished.values()), _common_facts(thorough))
             written = [*study.write(out), plot.draw(study, out / "study.png")]
     return study, written
@@ -87,7 +89,7 @@ def run(
 
 def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
     """What a group was measured on."""
-    spread = lambda name, form: table.Spread.of([getattr(t, name) for t in done]).text(form)
+    spread = lambda name, form: results.Spread.of([getattr(t, name) for t in done]).text(form)
     seeds = ", ".join(str(one.seed) for one in done)
     used, unit = min(test_examples, len(split.test)), split.test.unit
     facts = {
@@ -95,7 +97,7 @@ def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
         "teacher accuracy": f"{spread('accuracy', '{:.3f}')} on all {len(split.test)} test {unit}",
         "score standard deviation": spread("score_std", "{:.2f}"),
     }
-    lowest = [line for line in table.lines_of(done) if line.family == "Sinkhorn"]
+    lowest = [line for line in results.lines_of(done) if line.family == "Sinkhorn"]
     lowest = [line for line in lowest if line.same_ending]
     if lowest:
         first = lowest[0]

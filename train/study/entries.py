@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import asap_jax as aj
-from train import compiling, operators
-from train.data import Examples
-from train.moment_rows import counted, moment_rows
-from train.operators import Operator
-from train.teacher import Teacher
+from train.data.images import Examples
+from train.evaluation import compile_teacher, operators
+from train.evaluation.moment_rows import counted, moment_rows
+from train.evaluation.operators import Operator
+from train.training.teacher import Teacher
 
 BUDGETS = (2, 3, 4, 5, 6)
 CLOSURES = (1, 2, 3)
@@ -49,7 +49,7 @@ def entries(
     for steps, row in zip(budgets, sinkhorn, strict=True):
         ends = dataclasses.replace(spec, num_steps=steps).last_step
         found.append(Entry(row, "Sinkhorn", steps, ends))
-    fit = lambda options: compiling.compile_teacher(
+    fit = lambda options: compile_teacher.compile_teacher(
         trained, examples, options, num_images=num_images
     )
     paper = fit(aj.Options(seed=trained.seed))

@@ -5,10 +5,10 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from train import teacher as teachers
-from train.extras import UserError
-from train.recipe import Recipe
-from train.teacher import Teacher
+from train.recipes.schema import Recipe
+from train.runtime.errors import UserError
+from train.training import teacher as teachers
+from train.training.teacher import Teacher
 
 
 def load(folders: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, Teacher]]:

@@ -16,15 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import asap_jax as aj
-from asap_jax import candidates, masks
+from asap_jax import masks
 from asap_jax.features.moments import _moments, _product
-from train import compiling, fidelity, machine, operators, progress
-from train import teacher as teachers
-from train.study import kept
+from asap_jax.fitting import candidates
+from train.evaluation import compile_teacher, fidelity, operators
+from train.reporting import progress
+from train.reporting.table import draw, markdown_lines
+from train.runtime import machine
+from train.study import cache
 from train.study.groups import load
-from train.study.measuring import sample
-from train.table import draw, markdown_lines
-from train.teacher import Split, Teacher
+from train.study.measure import sample
+from train.training import teacher as teachers
+from train.training.teacher import Split, Teacher
 
 CLOSURES = (1, 2, 3)
 TEST_EXAMPLES = 200
@@ -129,7 +132,7 @@ def measure(
     chosen: Sequence[aj.Candidate],
     *,
     test_examples: int = TEST_EXAMPLES,
-    num_images: int = compiling.NUM_IMAGES,
+    num_images: int = compile_teacher.NUM_IMAGES,
 ) -> list[Tried]:
     """Fits and measures every idea on one teacher.
 
@@ -141,7 +144,7 @@ def measure(
       test_examples, num_images: how many to measure and to calibrate on.
     """
     reference = operators.teacher(trained.recipe, trained.variables)
-    batches = compiling.calibration_batches(trained, split.train, num_images)
+    batches = compile_teacher.calibration_batches(trained, split.train, num_images)
     fit = [fidelity.capture(reference, batch) for batch in batches]
     inputs = trained.recipe.inputs.prepare(sample(split.test, test_examples))
     test = [
@@ -176,7 +179,7 @@ def run(
     out: pathlib.Path,
     *,
     test_examples: int = TEST_EXAMPLES,
-    num_images: int = compiling.NUM_IMAGES,
+    num_images: int = compile_teacher.NUM_IMAGES,
     again: bool = False,
     choose: Callable[[int], Sequence[aj.Candidate]] = ideas,
 ) -> list[Tried]:
@@ -209,8 +212,8 @@ def run(
             ideas=[candidate.name for candidate in chosen],
             versions=machine.facts()["versions"],
         )
-        file = folder / kept.IDEAS
-        some = None if again else kept.read(file, settings, _read)
+        file = folder / cache.IDEAS
+        some = None if again else cache.read(file, settings, _read)
         if some is None:
             teachers.announce(split)
             some = measure(
@@ -221,7 +224,7 @@ def run(
                 test_examples=test_examples,
                 num_images=num_images,
             )
-            kept.write(file, settings, some)
+            cache.write(file, settings, some)
         found += [dataclasses.replace(one, run=str(folder)) for one in some]
         counts = sorted({n for tried in some for n in tried.rel_l2})
         headings = ["idea", *(f"n={n}" for n in counts)]

@@ -2,9 +2,9 @@
 
 import pathlib
 
-from train.extras import need
-from train.picture import INK, SOFT
-from train.study.table import Group, Line, Study
+from train.evaluation.picture import INK, SOFT
+from train.runtime.errors import need
+from train.study.results import Group, Line, Study
 
 COLUMNS = 3  # panels side by side
 STYLES = {

@@ -1,0 +1,1 @@
+"""The attention operators that the paper compares with."""

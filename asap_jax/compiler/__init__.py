@@ -1,0 +1,1 @@
+"""Compiling a trained model: calibration, fits, report."""

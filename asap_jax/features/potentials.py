@@ -1,0 +1,192 @@
+"""Exact one-dimensional Kantorovich potentials on slices (paper, eq. sliced_source_potential)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from asap_jax import checks, masks
+from asap_jax.features import directions as slices
+from asap_jax.features import sorting
+from asap_jax.scores import accumulation_dtype, resolve_scale
+
+OUTSIDE = ("extend", "zero")
+
+
+def potential_1d(a: jax.Array, b: jax.Array, a_valid: jax.Array, b_valid: jax.Array) -> jax.Array:
+    """Source potential of the monotone matching under the cost ``(a - b)^2 / 2``.
+
+    The convex function phi is piecewise linear with ``phi(a_(1)) = 0``; its slope after the t-th
+    sorted valid query is the key quantile ``b_(ceil(t m / n))`` (``b_(t)`` for n = m, the
+    paper's formula), ``b_(1)`` before the first and ``b_(m)`` after the last. The potential is
+    ``a^2 / 2 - phi(a)``, up to a constant.
+
+    It is summed as increments ``(a_(t+1) - a_(t)) ((a_(t+1) + a_(t)) / 2 - slope_t)``, which do
+    not change under a common shift of a and b, and evaluated at every a, valid or not. Equal
+    arguments give equal values, so ties are harmless.
+
+    Args:
+      a: query projections ``(N,)``; b: key projections ``(M,)``.
+      a_valid, b_valid: bool ``(N,)``, ``(M,)``: the support, n and m entries.
+
+    Returns:
+      ``(N,)``; 0 everywhere when n or m is 0.
+    """
+    line = _monotone(a, b, a_valid, b_valid)
+    knots, slopes = line.knots, line.slopes
+    steps = jnp.diff(knots) * (0.5 * (knots[1:] + knots[:-1]) - slopes[:-1])
+    heights = jnp.concatenate([jnp.zeros_like(knots[:1]), jnp.cumsum(steps)])
+    value = heights[line.at] + (a - knots[line.at]) * (0.5 * (a + knots[line.at]) - line.slope)
+    return jnp.where(line.some, value, jnp.zeros_like(value))
+
+
+def displacement_1d(
+    a: jax.Array, b: jax.Array, a_valid: jax.Array, b_valid: jax.Array
+) -> jax.Array:
+    """``a`` minus the key that the monotone matching sends it to; arguments as ``potential_1d``.
+
+    Returns ``(N,)``, the derivative of the potential: ``a_(r) - b_(r)`` at the r-th sorted query
+    for n = m. Equal arguments take the key of the last of them.
+    """
+    line = _monotone(a, b, a_valid, b_valid)
+    value = a - line.slope
+    return jnp.where(line.some, value, jnp.zeros_like(value))
+
+
+class _Monotone(NamedTuple):
+    """The convex function of a monotone matching: its knots and slopes, and where each a lies.
+
+    knots ``(N,)``: sorted support; slopes ``(N,)``: after each knot; at ``(N,)``: the knot before
+    each a (the first for those before it); slope ``(N,)``: at each a; some: n > 0 and m > 0.
+    """
+
+    knots: jax.Array
+    slopes: jax.Array
+    at: jax.Array
+    slope: jax.Array
+    some: jax.Array
+
+
+def _monotone(a, b, a_valid, b_valid) -> _Monotone:
+    n, m = a_valid.sum(dtype=jnp.uint32), b_valid.sum(dtype=jnp.uint32)
+    knots = _sorted_support(a, a_valid, n)
+    keys = _sorted_support(b, b_valid, m)
+    t = jnp.arange(1, a.shape[0] + 1, dtype=jnp.uint32)
+    one = jnp.uint32(1)
+    quantile = (jnp.minimum(t, n) * m + n - one) // jnp.maximum(n, one)
+    slopes = keys[jnp.maximum(quantile, one) - one]
+    after = jnp.searchsorted(knots, a, side="right")
+    at = jnp.maximum(after - 1, 0)
+    return _Monotone(
+        knots, slopes, at, jnp.where(after == 0, keys[0], slopes[at]), (n > 0) & (m > 0)
+    )
+
+
+def _sorted_support(x: jax.Array, valid: jax.Array, count: jax.Array) -> jax.Array:
+    """The valid entries in ascending order, then the last of them repeated (0 if there is none)."""
+    ordered = sorting.ascending(jnp.where(valid, x, jnp.inf))
+    last = ordered[jnp.maximum(count, jnp.uint32(1)) - jnp.uint32(1)]
+    last = jnp.where(count > 0, last, jnp.zeros_like(last))
+    return jnp.where(jnp.arange(x.shape[0], dtype=jnp.uint32) < count, ordered, last)
+
+
+def sliced_potentials(
+    q,
+    k,
+    directions,
+    *,
+    scale: float | None = None,
+    query_valid=None,
+    key_valid=None,
+    outside: str = "extend",
+) -> jax.Array:
+    """Sliced source potentials X_Theta(Q, K), centred over the valid queries, in cost units.
+
+    Paper, eq. sliced_projections and sliced_source_potential; any N and M, masked supports.
+    Projections are multiplied by ``sqrt(scale)``. One common vector, the mean of the valid
+    keys, is taken from q and k before projecting: the potential does not change under a common
+    shift, its float32 evaluation would. For a key-side dual swap the roles of q and k.
+
+    Args:
+      q: queries ``(..., N, d)``; k: keys ``(..., M, d)``.
+      directions: ``(L, d)``; rows are normalised to unit length.
+      scale: score scale > 0; ``1 / sqrt(d)`` when None.
+      query_valid, key_valid: bool, broadcasting to ``(..., N)`` and ``(..., M)``: the supports.
+      outside: ``"extend"`` evaluates the same piecewise-linear potential at the other queries,
+        ``"zero"`` gives them 0.
+
+    Returns:
+      ``(..., N, L)`` in float32, or float64 when q or k is.
+
+    Raises:
+      TypeError: dtypes that are not real floating.
+      ValueError: shapes that do not fit, ``scale <= 0``, an unknown ``outside``.
+    """
+    checks.one_of("outside", outside, OUTSIDE)
+    x = sliced_features(
+        potential_1d, q, k, directions, scale=scale, query_valid=query_valid, key_valid=key_valid
+    )
+    if outside == "zero":
+        valid = checks.validity("query_valid", query_valid, x[..., 0])
+        x = jnp.where(valid[..., None], x, jnp.zeros_like(x))
+    return x
+
+
+def _automatic(function: Callable[..., jax.Array], like: jax.Array) -> Callable[..., jax.Array]:
+    """``function`` with explicit mesh axes made automatic, its result sharded as ``like``.
+
+    Sorting and gathers have no rules for explicit shardings. Without such axes, ``function``.
+    """
+    sharding = jax.typeof(like).sharding
+    axes = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in axes if kind == AxisType.Explicit)
+    if not explicit:
+        return function
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)
+
+
+def sliced_features(
+    function_1d: Callable[..., jax.Array],
+    q,
+    k,
+    directions,
+    *,
+    scale: float | None = None,
+    query_valid=None,
+    key_valid=None,
+) -> jax.Array:
+    """``function_1d(a, b, a_valid, b_valid)`` on every slice, centred over the valid queries.
+
+    Arguments, result ``(..., N, L)`` and errors as ``sliced_potentials``.
+    """
+    q, k = checks.real_array("q", q), checks.real_array("k", k)
+    checks.heads_last_dim(q, k)
+    directions = checks.real_array("directions", directions)
+    if directions.ndim != 2 or directions.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"directions of shape {directions.shape} must be (L, {q.shape[-1]}) to "
+            f"fit q of shape {q.shape}"
+        )
+    if q.shape[-2] == 0 or k.shape[-2] == 0:
+        raise ValueError(f"q of shape {q.shape} and k of shape {k.shape} must hold a token")
+    dtype = accumulation_dtype(q, k)
+    q, k, directions = q.astype(dtype), k.astype(dtype), directions.astype(dtype)
+    query_valid = checks.validity("query_valid", query_valid, q[..., 0])
+    key_valid = checks.validity("key_valid", key_valid, k[..., 0])
+
+    common = masks.token_mean(k, key_valid)
+    k = masks.zero_inactive(k - common, key_valid)
+    q = q - common
+    bank = math.sqrt(resolve_scale(scale, q.shape[-1])) * slices.unit_rows(directions)
+    project = functools.partial(jnp.einsum, "...nd,ld->...ln", precision=jax.lax.Precision.HIGHEST)
+    over_slices = jax.vmap(function_1d, in_axes=(0, 0, None, None))
+    every = jnp.vectorize(over_slices, signature="(l,n),(l,m),(n),(m)->(l,n)")
+    a, b = project(q, bank), project(k, bank)
+    x = _automatic(every, a)(a, b, query_valid, key_valid)
+    return jnp.swapaxes(masks.center(x, query_valid[..., None, :]), -1, -2)

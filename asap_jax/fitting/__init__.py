@@ -1,0 +1,1 @@
+"""From records of a trained layer to a fitted predictor."""

@@ -1,0 +1,1 @@
+"""The predicted dual: features under a head, and corrections between closures."""

@@ -1,0 +1,116 @@
+"""Tuning through all closures: the divergence, its coordinates, and what a tuned state does."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from small_models import FIRST, compile_auto, data, teacher
+
+import asap_jax as aj
+from asap_jax.fitting import candidates, finetune
+from asap_jax.records import Record
+
+LENGTH = 6
+
+
+def record_of(rng, spec, mask=None, batch=2, size=1.5):
+    q, k, v = problems.attention_inputs(
+        rng, queries=LENGTH, keys=LENGTH, batch=batch, dtype="float64", size=size
+    )
+    return Record.of(q, k, v, None, mask, spec)
+
+
+def divergence(record, predictor, closures):
+    """From the two matrices themselves, with their masses."""
+    call = dict(mask=record.mask, spec=record.spec, return_weights=True)
+    tokens = record.query, record.key, record.value
+    _, a = aj.sinkhorn_attention(*tokens, **call)
+    _, b = aj.asap_attention(*tokens, predictor=predictor, closures=closures, **call)
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    safe = lambda x: np.where(a > 0, x, 1.0)
+    terms = a * np.log(safe(a) / safe(b)) - a + b
+    return terms.sum((-1, -2)).mean() / LENGTH
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_steps", [4, 5])
+@pytest.mark.parametrize("closures", [1, 2, 3])
+def test_the_divergence_is_that_of_the_matrices(rng, x64, num_steps, closures, masked):
+    spec = aj.SinkhornSpec(num_steps)
+    mask = jnp.asarray(problems.key_padding([6, 4], LENGTH)) if masked else None
+    record = record_of(rng, spec, mask)
+    head = lambda count: aj.LinearHead(problems.normal(rng, 3, count, dtype="float64", size=0.1))
+    corrections = tuple(aj.Correction((aj.Moments(),), head(13)) for _ in range(closures - 1))
+    predictor = aj.Predictor(
+        (aj.Moments(),), head(12), corrections=corrections, side=spec.side_before_end(closures)
+    )
+    found = finetune.plan_divergence(
+        predictor, record, finetune.plan_target(record), closures=closures
+    )
+    np.testing.assert_allclose(found, divergence(record, predictor, closures), atol=1e-12)
+
+
+def test_whitened_features_have_unit_second_moments(rng, x64):
+    x = problems.normal(rng, 2, 3, 50, 5, dtype="float64") * jnp.asarray(
+        [1.0, 1e3, 1e-3, 1.0, 5.0]
+    ).reshape(1, 1, 1, 5)
+    y = jnp.zeros(x.shape[:-1])
+    sums = aj.NormalEquations.zero(5, num_heads=3, dtype=jnp.float64).add(x, y)
+    white = np.einsum("bhnf,hfg->bhng", x, sums.whitening())
+    square = np.einsum("bhnf,bhng->hfg", white, white) / 100
+    np.testing.assert_allclose(square, np.broadcast_to(np.eye(5), (3, 5, 5)), atol=1e-9)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_hidden_layer_starts_at_the_linear_head(rng, dtype, per_head):
+    lead = (3,) if per_head else ()
+    x = problems.normal(rng, 2, 3, 7, 5, dtype=dtype)
+    linear = aj.LinearHead(problems.normal(rng, *lead, 5, dtype=dtype))
+    whitening = jnp.broadcast_to(jnp.eye(5, dtype=dtype), (*lead, 5, 5))
+    head = aj.MLPHead.around(linear, whitening, 4, 0)
+    chex.assert_trees_all_close(head(x), linear(x), atol=1e-6)
+    bias, out = (problems.normal(rng, *lead, 4, dtype=dtype) for _ in range(2))
+    moved = head.replace(bias=bias, out=out)
+    full = lambda z, *shape: np.broadcast_to(z, (3, *shape))
+    inside = np.einsum("bhnf,hfk->bhnk", x, full(head.hidden, 5, 4)) + full(bias, 4)[:, None]
+    expected = np.asarray(linear(x)) + np.einsum("bhnk,hk->bhn", np.tanh(inside), full(out, 4))
+    tolerance = {"float32": 1e-5, "float64": 1e-12}[dtype.name]
+    np.testing.assert_allclose(moved(x), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("hidden", [0, 4])
+def test_tuning_lowers_the_divergence_and_is_never_worse(rng, x64, hidden):
+    spec = aj.SinkhornSpec(5)
+    records = [record_of(rng, spec, batch=32, size=3.0) for _ in range(4)]
+    plain = aj.Candidate("plain", chain=True, coefficients="pooled")
+    tuned = aj.Candidate("tuned", chain=True, coefficients="pooled", tuned=15, hidden=hidden)
+    before, _ = candidates.fit(plain, records, 2)
+    after, figures = candidates.fit(tuned, records, 2)
+    first, last = figures["validation_kl"]
+    assert last < 0.98 * first
+    assert 0 < figures["tuned_steps"] <= 15
+    # The last record validates.
+    for predictor, value in ((before, first), (after, last)):
+        np.testing.assert_allclose(divergence(records[3], predictor, 2), value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("hidden", [0, 3])
+def test_tuned_states_compile_and_come_back_from_a_file(rng, tmp_path, hidden):
+    batches, (model, variables) = data(rng), teacher()
+    wanted = aj.Candidate("tuned", chain=True, tuned=3, hidden=hidden)
+    result = compile_auto(batches, candidates=(wanted,))
+    assert result.report.layers[FIRST].fit["tuned_steps"] <= 3
+    aj.save(tmp_path / "compiled.npz", result)
+    loaded = aj.load(tmp_path / "compiled.npz", like=variables)
+    chex.assert_trees_all_equal(loaded["asap"], dict(result.variables["asap"]))
+    chex.assert_trees_all_equal(
+        jax.jit(model.apply)(loaded, batches[1]), jax.jit(model.apply)(result.variables, batches[1])
+    )
+
+
+@pytest.mark.parametrize("settings", [{"tuned": -1}, {"hidden": 4}, {"tuned": True}], ids=str)
+def test_tuning_out_of_range_is_refused(settings):
+    with pytest.raises(ValueError, match="|".join(settings)):
+        aj.Candidate("x", **settings)

@@ -1,0 +1,130 @@
+"""The command line: help for every sub-command, and train, compile, evaluate in a row."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from train.cli import parser
+from train.data import images
+from train.recipes import catalogue
+from train.training import linear_baseline
+
+COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_sub_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        parser.main([command, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: python -m train {command}")
+    assert len(text.splitlines()) >= 5
+
+
+def test_the_module_runs_from_the_repository_root():
+    root = images.PACKAGED.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "train", "--help"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_no_command_is_an_error_that_lists_them(capsys):
+    with pytest.raises(SystemExit) as end:
+        parser.main([])
+    assert end.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_recipes_are_listed_with_cost_and_expected_accuracy(capsys):
+    assert parser.main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    for recipe in catalogue.listed():
+        assert f"{recipe.name} ({recipe.preset}): {recipe.summary}" in text
+        assert recipe.cost in text
+        assert recipe.expected in text
+
+
+def test_a_fault_of_the_user_is_one_line_and_status_1(tmp_path, capsys):
+    assert parser.main(["compile", str(tmp_path / "nothing")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: no checkpoint in ")
+    assert error.count("\n") == 1
+
+
+def test_a_missing_data_set_names_the_cure(tmp_path, capsys):
+    given = ["train", "demo", "--data-dir", str(tmp_path), "--run", str(tmp_path / "run")]
+    assert parser.main(given) == 1
+    assert "--data-dir DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["demo", "--num-steps", "0"], "num_steps"),
+        (["demo", "--batch-size", "-3"], "batch_size -3 must be at least 1"),
+        (
+            ["demo", "--batch-size", "5000"],
+            "batch_size 5000 must be in 1..2000, the training images",
+        ),
+        (["demo", "--batch-size", "51"], "does not share out evenly among 2 devices"),
+        (["demo", "--patch-size", "5"], "patch_size 5 must divide the 28x28 pixels"),
+        (["demo", "--epochs", "0"], "epochs 0 must be at least 1"),
+        (["demo", "--learning-rate", "nan"], "learning_rate nan must be above 0"),
+        (["demo", "--accumulate", "3"], "accumulate 3 must divide batch_size 50"),
+        (["ag_news", "--patch-size", "4"], "--patch-size is for image recipes"),
+        (["demo", "--length", "64"], "--length is for text recipes"),
+        (["ag_news", "--length", "0"], "length 0 must be at least 1"),
+        (["nothing"], "no recipe 'nothing': choose one of"),
+        (["imdb", "--process-id", "1"], "need --coordinator"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_setting_out_of_range_is_one_line_that_names_it(tmp_path, capsys, given, message):
+    assert parser.main(["train", *given, "--run", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_linear_baseline_is_printed(tiny, monkeypatch, capsys):
+    monkeypatch.setitem(catalogue.RECIPES, "tiny", tiny)
+    monkeypatch.setattr(linear_baseline, "run", lambda recipe, split: (0.5, 0.01))
+    assert parser.main(["baseline", "tiny"]) == 0
+    assert "test accuracy 0.500 on 500 images: logistic regression on pixels" in (
+        capsys.readouterr().out
+    )
+
+
+def test_train_compile_evaluate_in_a_row(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(catalogue.RECIPES, "tiny", tiny)
+    monkeypatch.setenv(images.VARIABLE, str(images.PACKAGED))
+    run = str(tmp_path / "run")
+    settings = ["--epochs", "1", "--batch-size", "500", "--num-steps", "4", "--seed", "1"]
+    assert parser.main(["train", "tiny", "--run", run, *settings]) == 0
+    assert "read 2,000 training and 500 test images" in capsys.readouterr().out
+    assert parser.main(["train", "tiny", "--run", run, *settings]) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert parser.main(["train", "tiny", "--run", run, "--resume", *settings]) == 0
+    assert parser.main(["compile", run, "--images", "60", "--num-slices", "4"]) == 0
+    assert "dual R2" in capsys.readouterr().out
+    assert parser.main(["evaluate", run, "--rounds", "1"]) == 0
+    assert "ASAP-0" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "run" / "fidelity.json").read_text())
+    assert stored["title"] == "demo: Sinkhorn teacher S=4 and its replacements"
+    moments = ["--features", "moments", "--closures", "2", "--ridge-scale", "trace"]
+    assert parser.main(["compile", run, "--images", "60", *moments]) == 0
+    assert parser.main(["evaluate", run, "--rounds", "1"]) == 0
+    assert "compiled" in capsys.readouterr().out
+    assert parser.main(["compile", run, "--closures", "three"]) == 1
+    assert "'three'" in capsys.readouterr().err
+    assert parser.main(["evaluate", run, "--artefact", str(tmp_path / "none.npz")]) == 1
+    assert "run python -m train compile" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""The paper's rows: all there, each compiled as its name says, on a tiny trained model."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import asap_jax as aj
+from train.data import images as data
+from train.evaluation import ablations, compile_teacher, fidelity
+from train.training import loop
+from train.training.teacher import Split
+
+PAPER = """
+ASAP-LS-0 (L=32), ASAP-LS (L=32), ASAP-KL-0 (L=32), ASAP-KL (L=32),
+ASAP-0, M=512; ASAP, M=512; ASAP-0, M=1024; ASAP, M=1024; ASAP-0, M=4096; ASAP, M=4096;
+ASAP-LS-0 (L=8); ASAP-LS (L=8); ASAP-LS-0 (L=16); ASAP-LS (L=16);
+ASAP-LS-0 (L=64); ASAP-LS (L=64); ASAP-LS-0 (L=128); ASAP-LS (L=128);
+ASAP shared coefficients; ASAP per-head coefficients; ASAP orthogonal slices;
+Raw projections + ASAP transform; Rank displacement + ASAP transform;
+Predict both duals, no c-transform;
+ASAP-0, residual log-sum-exp fit, token bias (L=256);
+ASAP, residual log-sum-exp fit, token bias (L=256)
+"""
+
+
+def test_every_row_of_the_paper_is_there():
+    names = [row.name for row in ablations.settings(aj.Options())]
+    flat = PAPER.replace("\n", " ")
+    assert len(names) == len(set(names)) == 26
+    assert all(name in flat for name in names)
+
+
+def test_settings_differ_in_what_their_name_says_and_in_nothing_else():
+    base = aj.Options(seed=3, ridge=0.5)
+    rows = {row.name: row for row in ablations.settings(base)}
+    assert rows["ASAP-LS (L=32)"].options == base
+    for name, change in {
+        "ASAP-KL-0 (L=32)": {"objective": "kl"},
+        "ASAP-LS (L=128)": {"num_slices": 128},
+        "ASAP shared coefficients": {"coefficients": "shared"},
+        "Rank displacement + ASAP transform": {"features": "rank_displacement"},
+        "Predict both duals, no c-transform": {"closures": "none"},
+    }.items():
+        assert rows[name].options == dataclasses.replace(base, **change), name
+    assert rows["ASAP-KL-0 (L=32)"].closures == "one_sided"
+    assert rows["ASAP-KL (L=32)"].closures == "two_sided"
+    assert [rows[f"ASAP, M={count}"].num_images for count in (512, 1024, 4096)] == [512, 1024, 4096]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, examples, tmp_path_factory):
+    return loop.train(tiny, examples, tmp_path_factory.mktemp("run"))
+
+
+def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, monkeypatch):
+    fits = []
+
+    def counted(*args, **settings):
+        fits.append(args[2])
+        return compiling_teacher(*args, **settings)
+
+    compiling_teacher = compile_teacher.compile_teacher
+    monkeypatch.setattr(compile_teacher, "compile_teacher", counted)
+    kept = ("-KL-0", "Predict", "-0, residual", "M=150")
+    monkeypatch.setattr(ablations, "IMAGES", (150, 10_000))
+    every = ablations.settings
+    monkeypatch.setattr(
+        ablations,
+        "settings",
+        lambda options, images: [
+            dataclasses.replace(row, options=dataclasses.replace(row.options, num_slices=4))
+            for row in every(options, images)
+            if any(part in row.name for part in kept)
+        ],
+    )
+    split = Split(examples, test_examples, data.PACKAGED)
+    table, points = ablations.run(trained, split, rounds=1)
+    names = [row.name for row in table.rows]
+    assert names[:8] == [
+        *("softmax swap", "Sinkhorn S=2", "Sinkhorn S=3", "Sinkhorn S=4", "Sinkhorn S=5"),
+        *("ASAP-0", "ASAP", "ASAP-KL-0 (L=32)"),
+    ]
+    assert names[-1] == "teacher"
+    # ASAP-0 and ASAP of one fit share it: KL, M=150, both duals, residual, default.
+    assert len(fits) == 5
+    assert "10000" in table.facts["left out"]
+    assert all(np.isfinite(row.rel_l2) for row in table.rows)
+    for row in table.rows[5:-1]:  # a key closure balances columns; without one nothing is exact
+        closed = "no c-transform" not in row.name
+        assert (row.column_error < 1e-5) == closed, row.name
+    assert [(p.operator, p.baseline) for p in points] == [
+        (name, baseline) for name in ("ASAP-0", "ASAP") for baseline in ("teacher", "Sinkhorn S=3")
+    ]
+
+
+def test_a_row_is_measured_with_its_own_fit(trained, examples, test_examples):
+    options = aj.Options(num_slices=4)
+    rows = [
+        ablations.Setting("a", options, "two_sided", 60),
+        ablations.Setting("b", dataclasses.replace(options, objective="kl"), "one_sided", 60),
+    ]
+    more = ablations.compile_rows(trained, examples, rows)
+    table = fidelity.measure(
+        trained.recipe, trained.variables, test_examples, more=more, budgets=(2,), rounds=1
+    )
+    for row, setting in zip(more, rows, strict=True):
+        alone = compile_teacher.compile_teacher(trained, examples, setting.options, num_images=60)
+        for path, state in row.states.items():
+            leaf = alone.variables["asap"]
+            for part in path:
+                leaf = leaf[part]
+            expected = leaf["state"].predictor.coefficients
+            np.testing.assert_array_equal(state.predictor.coefficients, expected)
+            assert state.closures == setting.closures
+    assert table.row("a").rel_l2 < table.row("softmax swap").rel_l2

@@ -1,0 +1,63 @@
+"""Memory of tiles against whole kernels, forward and gradient, and time forward, by length."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterable
+
+import jax.numpy as jnp
+
+import asap_jax as aj
+from train.bench import layer
+from train.bench.measure import DENSE, Row, measure, tell
+from train.runtime import machine
+
+LENGTHS = (1000, 4000, 8000)
+LIMIT_GIB = 6.0
+
+
+def methods() -> dict[str, Callable]:
+    """Row names to attention functions: compiled layers from a dual that costs nothing."""
+    rows = {DENSE[0]: layer.softmax_plain, DENSE[1]: layer.softmax_late}
+    for closures in (1, 2, 3):
+        predictor = aj.Predictor(
+            (layer.Nothing(),), aj.LinearHead(jnp.zeros(1)), side="query" if closures % 2 else "key"
+        )
+        for how in ("scaling", "streaming"):
+            rows[f"{closures} closures, {how}"] = functools.partial(
+                aj.asap_attention,
+                predictor=predictor,
+                spec=aj.SinkhornSpec(num_steps=10),
+                closures=closures,
+                implementation=how,
+            )
+    rows["Sinkhorn S=10, streaming"] = functools.partial(
+        aj.sinkhorn_attention, spec=aj.SinkhornSpec(num_steps=10), implementation="streaming"
+    )
+    return rows
+
+
+def run(
+    lengths: Iterable[int] = LENGTHS, *, rounds: int = 3, out: pathlib.Path | None = None
+) -> list[Row]:
+    """Prints the table and writes ``memory.json`` and ``memory.md`` into ``out``."""
+    batch, heads, width = layer.SHAPE
+    found, rows = [], methods()
+    for length in lengths:
+        for gradient in (False, True):
+            found += measure(
+                f"N={length}, {'gradient' if gradient else 'forward'}",
+                (batch, length, heads, width),
+                rows,
+                rounds=rounds,
+                limit_gib=LIMIT_GIB,
+                gradient=gradient,
+                timed=not gradient,
+            )
+    facts = {
+        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
+        "time": f"median of {rounds} interleaved calls; ratio to the faster dense softmax",
+        **machine.facts(),
+    }
+    return tell(out, "memory", "Tiles and whole kernels", found, facts)

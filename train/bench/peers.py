@@ -1,0 +1,140 @@
+"""The Sinkhorn teacher against its peers: OTT-JAX and a PyTorch loop, at equal half-steps.
+
+Forward, and value with gradient, of one layer; all rows of one length interleaved in one process.
+Peers that are not installed are named as such.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import asap_jax as aj
+from train.bench import layer
+from train.bench.measure import Row, measure, tell
+from train.runtime import machine
+
+LENGTHS = (512, 2000)
+STEPS = 20
+
+
+def ott_attention(query, key, value, *, num_steps: int) -> jax.Array:
+    """Attention by ``ott``'s log-domain Sinkhorn; one of its iterations is two half-steps.
+
+    It updates the second marginal first, hence the transposed problem.
+    """
+    from ott.geometry import geometry
+    from ott.problems.linear import linear_problem
+    from ott.solvers.linear import sinkhorn
+
+    solver = sinkhorn.Sinkhorn(
+        threshold=-1.0,
+        min_iterations=num_steps // 2,
+        max_iterations=num_steps // 2,
+        inner_iterations=1,
+        implicit_diff=None,
+    )
+
+    def one(scores, value):
+        problem = linear_problem.LinearProblem(
+            geometry.Geometry(cost_matrix=-scores.T, epsilon=1.0)
+        )
+        return scores.shape[0] * solver(problem).matrix.T @ value
+
+    scores = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
+    mixed = jax.vmap(jax.vmap(one))(scores, jnp.swapaxes(value, 1, 2))
+    return jnp.swapaxes(mixed, 1, 2)
+
+
+def torch_calls(shape, num_steps: int, *, gradient: bool) -> Callable[[], object]:
+    """A call of the log-domain loop in PyTorch, on the processor, ready to be timed.
+
+    OpenMP is told to let its threads sleep: spinning on after the call, as they do by default, they
+    took half of the processors from the row after it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+
+    torch.set_num_threads(machine.cores())
+    arrays = [jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 3)]
+    q, k, v = (
+        torch.from_numpy(np.array(x)).permute(0, 2, 1, 3).contiguous().requires_grad_(gradient)
+        for x in arrays
+    )
+
+    def forward():
+        s = q @ k.transpose(-1, -2) / math.sqrt(shape[-1])
+        for step in range(num_steps):
+            s = s - torch.logsumexp(s, dim=-1 if step % 2 == 0 else -2, keepdim=True)
+        return torch.exp(s) @ v
+
+    def call():
+        if not gradient:
+            with torch.no_grad():
+                return forward().numpy()
+        for x in (q, k, v):
+            x.grad = None
+        torch.sin(forward()).sum().backward()
+        return q.grad.numpy()
+
+    return call
+
+
+def rows_of(num_steps: int = STEPS) -> dict[str, Callable]:
+    """Row names to JAX attention functions."""
+    spec = aj.SinkhornSpec(num_steps=num_steps)
+    sinkhorn = lambda how: functools.partial(aj.sinkhorn_attention, spec=spec, implementation=how)
+    rows = {
+        f"Sinkhorn S={num_steps}": sinkhorn("auto"),
+        f"Sinkhorn S={num_steps}, log domain": sinkhorn("log"),
+    }
+    if importlib.util.find_spec("ott"):
+        rows["OTT-JAX, equal half-steps"] = functools.partial(ott_attention, num_steps=num_steps)
+    return rows
+
+
+def run(
+    lengths: Iterable[int] = LENGTHS,
+    *,
+    rounds: int = 9,
+    num_steps: int = STEPS,
+    out: pathlib.Path | None = None,
+) -> list[Row]:
+    """Prints the table and writes ``teacher.json`` and ``teacher.md`` into ``out``."""
+    batch, heads, width = layer.SHAPE
+    rows = []
+    for length in lengths:
+        for gradient in (False, True):
+            shape = (batch, length, heads, width)
+            peers = {}
+            if importlib.util.find_spec("torch"):
+                peers["PyTorch loop"] = torch_calls(shape, num_steps, gradient=gradient)
+            what = "forward and gradient" if gradient else "forward"
+            rows += measure(
+                f"N={length}, {what}",
+                shape,
+                rows_of(num_steps),
+                rounds=rounds,
+                gradient=gradient,
+                foreign=peers,
+            )
+    facts = {
+        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
+        "time": f"median of {rounds} interleaved calls; ratio to the fastest row; PyTorch under "
+        f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}",
+        **{
+            f"{name} row": "not run, not installed: pip install " + package
+            for name, package in (("ott", "ott-jax"), ("torch", "torch"))
+            if not importlib.util.find_spec(name)
+        },
+        **machine.facts(),
+    }
+    return tell(out, "teacher", "The Sinkhorn teacher and its peers", rows, facts)

@@ -1,0 +1,52 @@
+"""The demo: real images in, a trained teacher, its compiled twin, one table and one picture out."""
+
+import pathlib
+import shutil
+import time
+
+import asap_jax as aj
+from train.evaluation import compile_teacher, fidelity, picture
+from train.evaluation.moment_rows import moment_rows
+from train.recipes import catalogue
+from train.reporting import progress
+from train.reporting.table import Table
+from train.training import loop, run_folder, teacher
+
+
+def run(seed: int, out: pathlib.Path, recipe: catalogue.Recipe = catalogue.DEMO) -> Table:
+    """Trains, compiles, measures and draws.
+
+    Args:
+      seed: seed of the run.
+      out: folder for everything that is written; an older demo in it is replaced.
+      recipe: what to train.
+
+    Returns:
+      The table that was printed.
+
+    Raises:
+      UserError: an extra is missing.
+    """
+    screen = progress.console()
+    began = time.perf_counter()
+    split = teacher.load_data(recipe)
+    teacher.announce(split)
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    trained = loop.train(recipe, split.train, out, seed=seed)
+    result = compile_teacher.compile_teacher(trained, split.train)
+    screen.print(str(result.report), markup=False)
+    aj.save(out / run_folder.ARTEFACT, result)
+    table = fidelity.measure(
+        recipe,
+        trained.variables,
+        split.test,
+        compiled=result.variables,
+        more=moment_rows(trained, split.train),
+    )
+    table.print(screen)
+    written = [*table.write(out)]
+    written.append(picture.draw(recipe, result.variables, split.test, out / "plans.png"))
+    for path in written:
+        screen.print(f"wrote {path}", markup=False)
+    screen.print(f"demo took {time.perf_counter() - began:.0f} s")
+    return table

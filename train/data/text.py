@@ -1,0 +1,200 @@
+"""Text sets as padded token numbers, with a tokenizer trained on the training split.
+
+A text is cut into byte-pair pieces of words, the first ``length`` of them are kept and short texts
+are padded at the end.  The tokenizer is stored in the run folder, beside the checkpoints.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from train.models.text import PAD
+from train.runtime import devices
+from train.runtime.errors import UserError, need
+
+UNKNOWN = 1
+SPECIAL = ("[PAD]", "[UNK]")  # their numbers are PAD and UNKNOWN
+FILE = "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """One split of a text set in memory.
+
+    Attributes:
+      tokens: ``(examples, length)`` int32, ``PAD`` after the end; no row is all pads.
+      labels: ``(examples,)`` int32.
+      class_names: one name per label.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    unit = "texts"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices) -> "Texts":
+        """The examples at ``indices`` (an array of integers, or a slice)."""
+        return dataclasses.replace(self, tokens=self.tokens[indices], labels=self.labels[indices])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """How a text becomes the model's input.
+
+    Attributes:
+      features: names of the data set's features that make up the text, joined by a space.
+      vocab_size: pieces the tokenizer may use, the two special ones included.
+      length: tokens kept of a text.
+      unknown: share of the tokens of a training batch that are replaced by the unknown one.
+    """
+
+    features: tuple[str, ...]
+    vocab_size: int
+    length: int
+    unknown: float = 0.0
+
+    def __post_init__(self):
+        if self.length < 1:
+            raise ValueError(f"length {self.length} must be at least 1")
+        if self.vocab_size <= len(SPECIAL):
+            raise ValueError(f"vocab_size {self.vocab_size} must be above {len(SPECIAL)}")
+        if not 0 <= self.unknown < 1:
+            raise ValueError(f"unknown {self.unknown} must be in [0, 1)")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return (self.length,)
+
+    @property
+    def dtype(self) -> type:
+        """Dtype of an input."""
+        return np.int32
+
+    def prepare(self, examples: Texts) -> np.ndarray:
+        """The model's inputs ``(examples, length)`` int32, unchanged."""
+        return examples.tokens
+
+    def training(self, examples: Texts, rng: np.random.Generator) -> np.ndarray:
+        """As ``prepare``, with some tokens replaced by the unknown one."""
+        if not self.unknown:
+            return examples.tokens
+        hidden = rng.random(examples.tokens.shape) < self.unknown
+        return np.where(hidden & (examples.tokens != PAD), np.int32(UNKNOWN), examples.tokens)
+
+    def join(self, example: dict) -> str:
+        """The text of one example as TFDS gives it (features in UTF-8)."""
+        return " ".join(example[name].decode("utf-8", "replace") for name in self.features)
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int):
+    """A lower-casing byte-pair tokenizer of at most ``vocab_size`` pieces.
+
+    The same texts give the same pieces and numbers (the library's word-piece trainer numbers its
+    pieces anew each time).
+
+    Args:
+      texts: the training split, and nothing else.
+      vocab_size: upper bound, the special pieces included.
+
+    Returns:
+      A ``tokenizers.Tokenizer``.
+    """
+    lib = need("tokenizers")
+    tokenizer = lib.Tokenizer(lib.models.BPE(unk_token=SPECIAL[UNKNOWN]))
+    tokenizer.normalizer = lib.normalizers.BertNormalizer(lowercase=True)
+    words = [lib.pre_tokenizers.BertPreTokenizer(), lib.pre_tokenizers.Metaspace()]
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.Sequence(words)
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike | None):
+    """The run's tokenizer: the stored one, else one trained on ``texts`` and stored.
+
+    Of several hosts each trains the same one and the first stores it.
+
+    Args:
+      texts: the training split.
+      tokens: gives the size of the vocabulary.
+      run: the run folder, or None to store nothing.
+
+    Raises:
+      UserError: the stored one is damaged, or of another size of vocabulary.
+    """
+    path = None if run is None else pathlib.Path(run) / FILE
+    if path is not None and path.exists():
+        return _stored(path, tokens)
+    tokenizer = train_tokenizer(texts, tokens.vocab_size)
+    if path is not None and devices.is_first():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        tokenizer.save(str(draft))
+        draft.replace(path)
+    return tokenizer
+
+
+def _stored(path: pathlib.Path, tokens: Tokens):
+    try:
+        tokenizer = need("tokenizers").Tokenizer.from_file(str(path))
+    except Exception as fault:  # the library raises bare Exception
+        raise UserError(
+            f"the tokenizer {path} is damaged ({fault}): put the file back, or train again in "
+            f"another folder"
+        ) from fault
+    if tokenizer.get_vocab_size() > tokens.vocab_size:
+        raise UserError(
+            f"the tokenizer {path} has {tokenizer.get_vocab_size()} pieces, the recipe allows "
+            f"{tokens.vocab_size}: name another folder with --run"
+        )
+    return tokenizer
+
+
+def encode(tokenizer, texts: Sequence[str], length: int) -> np.ndarray:
+    """Padded token numbers ``(texts, length)`` int32; an empty text is one unknown token."""
+    rows = np.full((len(texts), length), PAD, np.int32)
+    for row, found in zip(rows, tokenizer.encode_batch_fast(list(texts)), strict=True):
+        numbers = found.ids[:length] or [UNKNOWN]
+        row[: len(numbers)] = numbers
+    return rows
+
+
+def load(
+    recipe_tokens: Tokens, sources: dict[str, tuple], run: str | os.PathLike | None
+) -> dict[str, Texts]:
+    """Both splits as token numbers.
+
+    Args:
+      recipe_tokens: how to cut texts.
+      sources: from the split to what ``train.data.read`` gave; ``"train"`` must be there.
+      run: the run folder that stores the tokenizer, or None.
+
+    Raises:
+      UserError: a feature is not in the data set; the stored tokenizer does not fit.
+    """
+    texts = {}
+    for split, (examples, _) in sources.items():
+        missing = [name for name in recipe_tokens.features if name not in examples[0]]
+        if missing:
+            raise UserError(
+                f"the data set has no feature {missing[0]!r}, only {', '.join(examples[0])}"
+            )
+        texts[split] = [recipe_tokens.join(example) for example in examples]
+    tokenizer = tokenizer_for(texts["train"], recipe_tokens, run)
+    return {
+        split: Texts(
+            tokens=encode(tokenizer, texts[split], recipe_tokens.length),
+            labels=np.array([example["label"] for example in examples], np.int32),
+            class_names=names,
+        )
+        for split, (examples, names) in sources.items()
+    }

@@ -1,0 +1,1 @@
+"""A trained teacher compiled and measured."""

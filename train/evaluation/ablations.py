@@ -1,0 +1,139 @@
+"""Every method row and ablation row of the paper's tables, on one trained teacher.
+
+A setting says how a layer is compiled and which ending it runs; settings that share a fit share
+one compile. The rows carry the paper's names.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import asap_jax as aj
+from train.data.images import Examples
+from train.evaluation import breakeven, compile_teacher, fidelity, operators
+from train.evaluation.operators import Operator
+from train.reporting import progress
+from train.reporting.table import Table
+from train.training.teacher import Split, Teacher
+
+SLICES = (8, 16, 32, 64, 128)
+IMAGES = (512, 1024, 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One row.
+
+    Attributes:
+      name: the paper's name of the row.
+      options: how the layers are fitted, apart from their ending.
+      closures: the ending to run; ``"none"`` needs options that say so too.
+      num_images: calibration examples M; None for the default of the command.
+    """
+
+    name: str
+    options: aj.Options
+    closures: str
+    num_images: int | None = None
+
+
+def settings(options: aj.Options, images: tuple[int, ...] = IMAGES) -> list[Setting]:
+    """All rows: main methods, fit sizes, slice counts, design ablations, the MNIST variant.
+
+    Args:
+      options: the paper's defaults with the run's seed, ridge and so on.
+      images: fit sizes M of the sweep.
+    """
+    change = lambda **changes: dataclasses.replace(options, **changes)
+    endings = (("-0", "one_sided"), ("", "two_sided"))
+    length = options.num_slices
+    rows = []
+    for objective in ("ls", "kl"):
+        for suffix, closures in endings:
+            name = f"ASAP-{objective.upper()}{suffix} (L={length})"
+            rows.append(Setting(name, change(objective=objective), closures))
+    for count in images:
+        for suffix, closures in endings:
+            rows.append(Setting(f"ASAP{suffix}, M={count}", options, closures, count))
+    for count in SLICES:
+        for suffix, closures in endings:
+            name = f"ASAP-LS{suffix} (L={count})"
+            if count != length:
+                rows.append(Setting(name, change(num_slices=count), closures))
+    design = {
+        "ASAP shared coefficients": change(coefficients="shared"),
+        "ASAP per-head coefficients": change(coefficients="per_head"),
+        "ASAP orthogonal slices": change(slice_kind="orthogonal"),
+        "Raw projections + ASAP transform": change(features="raw_projections"),
+        "Rank displacement + ASAP transform": change(features="rank_displacement"),
+    }
+    rows += [Setting(name, changed, "two_sided") for name, changed in design.items()]
+    rows.append(Setting("Predict both duals, no c-transform", change(closures="none"), "none"))
+    residual = change(num_slices=256, baseline="first_step", token_bias=True)
+    for suffix, closures in endings:
+        name = f"ASAP{suffix}, residual log-sum-exp fit, token bias (L=256)"
+        rows.append(Setting(name, residual, closures))
+    return rows
+
+
+def compile_rows(
+    teacher: Teacher,
+    examples: Examples,
+    rows: list[Setting],
+    report: Callable[[str], None] = lambda text: None,
+) -> list[Operator]:
+    """Compiles every setting, one fit for settings that share it, as table rows.
+
+    Args:
+      teacher: a trained one.
+      examples: the training split; labels are not looked at.
+      rows: what to compile.
+      report: called with the name of the row being compiled.
+    """
+    fitted: dict[tuple, aj.CompileResult] = {}
+    result = []
+    for row in rows:
+        key = (row.options, row.num_images)
+        if key not in fitted:
+            report(row.name)
+            given = {} if row.num_images is None else {"num_images": row.num_images}
+            fitted[key] = compile_teacher.compile_teacher(teacher, examples, row.options, **given)
+        variables = fitted[key].variables
+        result.append(operators.compiled_row(row.name, teacher.recipe, variables, row.closures))
+    return result
+
+
+def run(
+    teacher: Teacher, split: Split, *, rounds: int = 10
+) -> tuple[Table, list[breakeven.BreakEven]]:
+    """One table with every row, and the break-even points of the default fit.
+
+    Args:
+      teacher: a trained one with column- or row-ending Sinkhorn attention.
+      split: its data; fit sizes beyond the training split are left out.
+      rounds: timed calls of each row.
+    """
+    options = aj.Options(seed=teacher.seed)
+    images = tuple(count for count in IMAGES if count <= len(split.train))
+    rows = settings(options, images)
+    default = compile_teacher.compile_teacher(teacher, split.train, options)
+    fits = len({(row.options, row.num_images) for row in rows})
+    with progress.bar("compile", fits) as report:
+        counted = iter(range(1, fits + 1))
+        more = compile_rows(
+            teacher, split.train, rows, lambda name: report(next(counted), f"compile {name}")
+        )
+    table = fidelity.measure(
+        teacher.recipe,
+        teacher.variables,
+        split.test,
+        compiled=default.variables,
+        more=more,
+        rounds=rounds,
+    )
+    left_out = [str(count) for count in IMAGES if count not in images]
+    facts = {"fit": f"M={compile_teacher.NUM_IMAGES} images where a row says no other"}
+    if left_out:
+        facts["left out"] = f"M={', '.join(left_out)}: more than {len(split.train)} images"
+    points = breakeven.report(table, default.report.fit_seconds, teacher.recipe.spec.last_step)
+    facts["break-even"] = "; ".join(map(str, points))
+    return dataclasses.replace(table, facts={**facts, **table.facts}), points

@@ -1,0 +1,69 @@
+"""Compiles a trained teacher on unlabeled training examples."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+import asap_jax as aj
+from train import models
+from train.data.images import Examples
+from train.runtime import devices
+from train.runtime.errors import UserError
+from train.training.teacher import Teacher
+
+NUM_IMAGES = 512
+BATCH_SIZE = 64
+
+
+def calibration_batches(
+    teacher: Teacher, examples: Examples, num_images: int = NUM_IMAGES
+) -> Iterator[np.ndarray]:
+    """Inputs of the model ``(batch, ...)``, drawn without their labels.
+
+    Args:
+      teacher: gives the preparation and the seed of the draw.
+      examples: the training split.
+      num_images: how many to draw, at most all; whole batches only.
+    """
+    count = min(num_images, len(examples))
+    size = min(BATCH_SIZE, max(count // 5, 1))
+    chosen = np.random.default_rng(teacher.seed).permutation(len(examples))[:count]
+    for start in range(0, count - size + 1, size):
+        yield teacher.recipe.inputs.prepare(examples.take(chosen[start : start + size]))
+
+
+def compile_teacher(
+    teacher: Teacher,
+    examples: Examples,
+    options: aj.Options | None = None,
+    *,
+    num_images: int = NUM_IMAGES,
+) -> aj.CompileResult:
+    """Fits the compiled layers of a Sinkhorn teacher.
+
+    Of several processes each takes its share of the examples, and their sums are added up.
+
+    Args:
+      teacher: a trained one.
+      examples: the training split; labels are not looked at.
+      options: how to fit; by default the paper's ASAP-LS with the teacher's seed.
+      num_images: calibration examples; a share of the batches is held out for the report.
+
+    Returns:
+      What ``aj.linen.compile`` returns: ``.variables`` and ``.report``.
+
+    Raises:
+      UserError: the teacher's attention is not Sinkhorn.
+      ValueError: settings out of range, or a teacher whose budget is 1.
+    """
+    if teacher.recipe.attention != "sinkhorn":
+        raise UserError(
+            f"the checkpoint was trained with {teacher.recipe.attention} attention: only "
+            f"Sinkhorn attention can be compiled"
+        )
+    options = options or aj.Options(seed=teacher.seed)
+    calibration = aj.linen.Calibration(models.build(teacher.recipe), options)
+    index, count = devices.share()
+    batches = list(calibration_batches(teacher, examples, num_images))[index::count]
+    total = devices.total if count > 1 else None
+    return calibration.run(teacher.variables, batches, total=total)

@@ -1,0 +1,151 @@
+"""The ways to run one trained model's attention that a fidelity table compares."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import flax.linen as nn
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+import asap_jax as aj
+from train import models
+from train.recipes.catalogue import Recipe
+
+BUDGETS = (2, 3, 4, 5)
+TEACHER = "teacher"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operator:
+    """One row of the table; compared and hashed by identity.
+
+    Attributes:
+      name: the row's label.
+      model: the linen module that runs it.
+      variables: the module's variables; the parameters are the teacher's in every row.
+      attend: ``attend(state, query, key, value, bias, mask)`` gives ``(output, weights)`` of a
+        layer with that compiled state (None for the others), on inputs in Flax's layout.
+      states: compiled states by layer path; empty for operators that need none.
+    """
+
+    name: str
+    model: nn.Module
+    variables: dict
+    attend: Callable[..., tuple[jax.Array, jax.Array]]
+    states: Mapping[tuple[str, ...], aj.CompiledState] = dataclasses.field(default_factory=dict)
+
+    def at(self, path: tuple[str, ...], record) -> tuple[jax.Array, jax.Array]:
+        """``(output, weights)`` of the layer at ``path`` on what it recorded."""
+        return self.attend(self.states.get(path), *inputs_of(record))
+
+
+def inputs_of(record) -> tuple:
+    """Query, key, value, bias and mask of a capture record."""
+    return record.query, record.key, record.value, record.bias, record.mask
+
+
+def with_closures(variables: dict, closures: str | int) -> dict:
+    """Compiled variables with another ending; both of the paper's start from the same dual.
+
+    Args:
+      variables: linen variables with the ``"asap"`` collection.
+      closures: ``"one_sided"`` (ASAP-0), ``"two_sided"`` (ASAP), ``"none"``, or the number of
+        closures that the fit was made for.
+    """
+    states = _states(variables)
+    changed = {path: state.replace(closures=closures) for path, state in states.items()}
+    return {
+        **variables,
+        "asap": unflatten_dict({(*path, "state"): s for path, s in changed.items()}),
+    }
+
+
+def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -> list[Operator]:
+    """Softmax and smaller Sinkhorn budgets in the place of the teacher's attention.
+
+    Args:
+      recipe: the teacher's.
+      variables: the teacher's.
+      budgets: numbers of Sinkhorn steps.
+    """
+    rows = [_softmax("softmax swap", recipe, variables)]
+    for steps in budgets:
+        spec = dataclasses.replace(recipe.spec, num_steps=steps)
+        rows.append(_sinkhorn(f"Sinkhorn S={steps}", recipe, variables, spec))
+    return rows
+
+
+def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
+    """ASAP-0 and ASAP of the paper's fits; one row of any other fit, closed as it was fitted."""
+    if any(state.closures not in aj.attention.CLOSURES for state in _states(variables).values()):
+        return [compiled_row("compiled", recipe, variables)]
+    return [
+        compiled_row(name, recipe, variables, closures)
+        for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided"))
+    ]
+
+
+def compiled_row(
+    name: str, recipe: Recipe, variables: dict, closures: str | int | None = None
+) -> Operator:
+    """Compiled variables as a row, with the ending ``closures``, or each layer's own."""
+    ended = variables if closures is None else with_closures(variables, closures)
+    return Operator(
+        name, models.build(recipe), ended, _attend_compiled(recipe.spec), _states(ended)
+    )
+
+
+def teacher(recipe: Recipe, variables: dict) -> Operator:
+    """The teacher itself, the reference of every column."""
+    return _sinkhorn(TEACHER, recipe, variables, recipe.spec)
+
+
+def _states(variables: dict) -> dict:
+    """The compiled states by layer path, a tuple of names."""
+    flat = flatten_dict(
+        variables["asap"], is_leaf=lambda _, value: isinstance(value, aj.CompiledState)
+    )
+    return {path[:-1]: state for path, state in flat.items()}
+
+
+# An operator's ``attend`` is the same function for every teacher of one convention, so that seeds
+# share their compiled programs.
+
+
+def _softmax(name, recipe, variables) -> Operator:
+    params = {"params": variables["params"]}
+    model = models.build(recipe, models.attention("softmax", recipe.spec))
+    return Operator(name, model, params, _attend_softmax)
+
+
+def _attend_softmax(state, *inputs):
+    return aj.softmax_attention(*inputs, return_weights=True)
+
+
+def _sinkhorn(name, recipe, variables, spec) -> Operator:
+    params = {"params": variables["params"]}
+    model = models.build(recipe, models.attention("sinkhorn", spec))
+    return Operator(name, model, params, _attend_sinkhorn(spec))
+
+
+@functools.cache
+def _attend_sinkhorn(spec):
+    def attend(state, *inputs):
+        return aj.sinkhorn_attention(*inputs, spec=spec, return_weights=True)
+
+    return attend
+
+
+@functools.cache
+def _attend_compiled(spec):
+    def attend(state, *inputs):
+        return aj.asap_attention(
+            *inputs,
+            predictor=state.predictor,
+            spec=spec,
+            closures=state.closures,
+            return_weights=True,
+        )
+
+    return attend

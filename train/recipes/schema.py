@@ -1,0 +1,187 @@
+"""What a recipe is: everything that decides a training run, as one frozen value.
+
+A recipe is stored in every checkpoint as JSON and compared when a run is resumed.  The recipes
+themselves are in ``train.recipes``.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import asap_jax as aj
+from train.data.images import Pixels
+from train.data.text import Tokens
+
+FAMILIES = ("sinkhorn", "softmax", "diff", "esp", "esp_annealed")
+PRESETS = ("full", "small")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ViT:
+    """Sizes of a ``train.models.vit.VisionTransformer``; see there for each."""
+
+    patch_size: int
+    width: int
+    depth: int
+    num_heads: int
+    head_dim: int
+    mlp_dim: int
+    position_stddev: float = 0.02
+    dropout: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Sizes and options of a ``train.models.text.TextEncoder``; see there for each."""
+
+    width: int
+    depth: int
+    num_heads: int
+    mlp_dim: int
+    dropout: float = 0.1
+    embedding_stddev: float = 1.0
+    random_positions: bool = False
+    double_softmax: bool = False
+    pool_pads: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.width // self.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One training run.
+
+    Attributes:
+      name: what the command line calls it.
+      summary: one line on what it is and where it comes from.
+      cost: how long it takes, and on what.
+      expected: test accuracy to expect, and on how much data.
+      dataset: name in the TFDS catalogue.
+      num_classes: labels.
+      model: sizes of the model.
+      spec: the Sinkhorn teacher's convention; the other families take the meaning of masks from it.
+      epochs: passes over the training split.
+      batch_size: examples a step.
+      learning_rate: Adam's, at the start.
+      pixels: of an image recipe: normalisation and augmentation.
+      image_shape: of an image recipe: height, width, channels.
+      tokens: of a text recipe: what is cut into how many tokens.
+      splits: TFDS splits to train and to test on.
+      drops: epochs after which the learning rate is divided by ten.
+      attention: family of the attention weights, see ``train.models.attention``; ``"softmax"`` is
+        the twin without column balance.
+      compute_dtype: ``"float32"`` or ``"bfloat16"`` (mixed precision: parameters, optimiser,
+        attention scores and loss stay float32).
+      accumulate: parts a batch is cut into, one after the other, to save memory.
+      packaged: made for the packaged images: read them unless ``--data-dir`` says otherwise.
+      preset: ``"full"`` (the paper's sizes) or ``"small"`` (minutes on two CPU cores).
+    """
+
+    name: str
+    summary: str
+    cost: str
+    expected: str
+    dataset: str
+    num_classes: int
+    model: ViT | Encoder
+    spec: aj.SinkhornSpec
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    pixels: Pixels | None = None
+    image_shape: tuple[int, ...] = ()
+    tokens: Tokens | None = None
+    splits: tuple[str, str] = ("train", "test")
+    drops: tuple[int, ...] = ()
+    attention: str = "sinkhorn"
+    compute_dtype: str = "float32"
+    accumulate: int = 1
+    packaged: bool = False
+    preset: str = "full"
+
+    def __post_init__(self):
+        for name, known in (
+            ("attention", FAMILIES),
+            ("compute_dtype", DTYPES),
+            ("preset", PRESETS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} must be one of {known}")
+        if (self.pixels is None) == (self.tokens is None):
+            raise ValueError("a recipe has either pixels (images) or tokens (texts)")
+        for name in ("epochs", "batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate {self.learning_rate} must be above 0")
+        if self.tokens is None:
+            patch, sides = self.model.patch_size, self.image_shape[:2]
+            if patch < 1 or any(side % patch for side in sides):
+                raise ValueError(
+                    f"patch_size {patch} must divide the {sides[0]}x{sides[1]} pixels of an image"
+                )
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate {self.accumulate} must divide batch_size {self.batch_size}"
+            )
+
+    @property
+    def inputs(self) -> Pixels | Tokens:
+        """How an example becomes an input of the model."""
+        return self.pixels if self.tokens is None else self.tokens
+
+    def example_inputs(self, count: int = 1) -> np.ndarray:
+        """Inputs that only lend their shape and dtype."""
+        shape = self.image_shape if self.tokens is None else self.tokens.shape
+        return np.zeros((count, *shape), self.inputs.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """The recipe as plain dicts, lists, numbers and strings."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "Recipe":
+        """The recipe that ``to_json`` gave, also after a round trip through JSON text."""
+        return _rebuild(cls, stored)
+
+
+def _rebuild(kind, stored):
+    """A dataclass of type ``kind`` from plain dicts; JSON's lists become tuples again."""
+    values = {}
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in stored:
+            continue
+        value = stored[field.name]
+        if isinstance(value, Mapping):
+            value = _rebuild(_dataclass_for(hints[field.name], value), value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[field.name] = value
+    return kind(**values)
+
+
+def _dataclass_for(hint, stored: Mapping):
+    """``hint``, or of a union the dataclass that has all the stored fields."""
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
+    names = lambda kind: {field.name for field in dataclasses.fields(kind)}
+    return next(kind for kind in kinds if set(stored) <= names(kind))
+
+
+def differences(stored: Recipe, asked: Recipe) -> list[str]:
+    """Names of the settings in which two recipes differ, with both values; texts do not count."""
+    lines = []
+    for field in dataclasses.fields(Recipe):
+        if field.name in ("summary", "cost", "expected"):
+            continue
+        old, new = getattr(stored, field.name), getattr(asked, field.name)
+        if old != new:
+            lines.append(f"{field.name} was {old!r} and is now {new!r}")
+    return lines

@@ -1,0 +1,1 @@
+"""The machine: devices, timing, errors for a person."""

@@ -1,0 +1,214 @@
+"""The study of several teachers as a value, and its forms: for the terminal, Markdown and JSON."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from train.reporting.table import draw, markdown_lines
+
+COLUMNS = {
+    "rel_l2": ("rel-l2 mean", "{:.4f}"),
+    "rel_l2_median": ("rel-l2 median", "{:.4f}"),
+    "output_rmse": ("output RMSE", "{:.4f}"),
+    "agreement": ("agree", "{:.3f}"),
+    "accuracy": ("accu- racy", "{:.3f}"),
+    "plan_kl": ("plan KL", "{:.1e}"),
+    "logit_kl": ("logit KL", "{:.1e}"),
+    "extra_cost": ("extra cost", "{:.2f}"),
+}
+"""Column of a row's values: heading and format."""
+OTHER_ENDING = " *"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One operator on one teacher, or a row of a group without its values.
+
+    Attributes:
+      name: the operator.
+      family: operators of one family are one line of the plot.
+      closures: passes over the scores: half-steps of Sinkhorn, or closures after a prediction.
+      same_ending: whether it ends on the side that the teacher ends on.
+      values: a number for each of ``COLUMNS``.
+      chosen: of the automatic recipe, the candidate kept for each layer.
+    """
+
+    name: str
+    family: str
+    closures: int
+    same_ending: bool
+    values: dict[str, float]
+    chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherFigures:
+    """One teacher.
+
+    Attributes:
+      run: its folder.
+      seed: of the run.
+      accuracy: on the whole test split.
+      score_std: standard deviation of its active scores, mean over heads, layers and test batches.
+      cases: test batches times layers.
+      seconds: that fitting and measuring took.
+      rows: its operators.
+    """
+
+    run: str
+    seed: int
+    accuracy: float
+    score_std: float
+    cases: int
+    seconds: float
+    rows: tuple[Measured, ...]
+
+    @classmethod
+    def read(cls, plain: dict[str, Any]) -> "TeacherFigures":
+        """From what ``plain`` made of it; the texts for infinities and NaN are numbers again."""
+        numbers = lambda values: {name: float(value) for name, value in values.items()}
+        rows = [Measured(**{**row, "values": numbers(row["values"])}) for row in plain["rows"]]
+        return cls(**{**plain, "rows": tuple(rows)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Median and range over the seeds of a group."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """The spread of one value a seed."""
+        return cls(float(np.median(values)), float(min(values)), float(max(values)))
+
+    def text(self, form: str) -> str:
+        """The median, and the range where there is one."""
+        if self.low == self.high:
+            return form.format(self.median)
+        return f"{form.format(self.median)} ({self.range(form)})"
+
+    def range(self, form: str) -> str:
+        """From the lowest to the highest."""
+        return f"{form.format(self.low)}..{form.format(self.high)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One operator over the seeds of a group; fields as of ``Measured``."""
+
+    name: str
+    family: str
+    closures: int
+    same_ending: bool
+    values: dict[str, Spread]
+
+    @property
+    def label(self) -> str:
+        """The name, marked where the operator ends on the other side than the teacher."""
+        return self.name + ("" if self.same_ending else OTHER_ENDING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Teachers that differ in nothing but the seed.
+
+    Attributes:
+      label: what they have in common.
+      facts: what was measured on what.
+      lines: the operators.
+      teachers: the figures of every seed.
+    """
+
+    label: str
+    facts: dict[str, str]
+    lines: tuple[Line, ...]
+    teachers: tuple[TeacherFigures, ...]
+
+
+def lines_of(teachers: Sequence[TeacherFigures]) -> tuple[Line, ...]:
+    """Every operator over the teachers of one group, which have the same rows."""
+    lines = []
+    for rows in zip(*(teacher.rows for teacher in teachers), strict=True):
+        first = rows[0]
+        values = {name: Spread.of([row.values[name] for row in rows]) for name in COLUMNS}
+        lines.append(Line(first.name, first.family, first.closures, first.same_ending, values))
+    return tuple(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """All groups, and what holds for all of them."""
+
+    title: str
+    groups: tuple[Group, ...]
+    facts: dict[str, str]
+
+    def print(self, console) -> None:
+        """Prints a table a group to a rich console: medians, and the range of the rel-l2."""
+        headings = ["attention", "clo- sures", "rel-l2 mean", "range over seeds"]
+        headings += [heading for heading, _ in COLUMNS.values()][1:]
+        for group in self.groups:
+            rows = [_short(line) for line in group.lines]
+            draw(console, group.label, headings, rows, gap=1)
+            _print_facts(console, group.facts)
+            console.print()
+        _print_facts(console, self.facts)
+
+    def markdown(self) -> str:
+        """The groups as Markdown, each column with its range, the facts below the tables."""
+        headings = ["attention", "closures"]
+        headings += [heading.replace("- ", "") for heading, _ in COLUMNS.values()]
+        parts = [f"# {self.title}", ""]
+        for group in self.groups:
+            rows = [_long(line) for line in group.lines]
+            parts += [f"## {group.label}", "", *markdown_lines(headings, rows), ""]
+            parts += [*(f"- {name}: {fact}" for name, fact in group.facts.items()), ""]
+        parts += ["## All groups", "", *(f"- {name}: {text}" for name, text in self.facts.items())]
+        return "\n".join(parts) + "\n"
+
+    def write(self, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+        """Writes ``study.md`` and ``study.json`` into ``folder`` and returns their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text, values = folder / "study.md", folder / "study.json"
+        text.write_text(self.markdown())
+        values.write_text(json.dumps(plain(self), indent=2, allow_nan=False) + "\n")
+        return text, values
+
+
+def _short(line: Line) -> list[str]:
+    """Cells of the terminal."""
+    form = COLUMNS["rel_l2"][1]
+    spread = line.values["rel_l2"]
+    ends = "-" if spread.low == spread.high else spread.range(form)
+    medians = [form.format(line.values[name].median) for name, (_, form) in COLUMNS.items()]
+    return [line.label, str(line.closures), medians[0], ends, *medians[1:]]
+
+
+def _long(line: Line) -> list[str]:
+    """Cells of the Markdown table."""
+    values = [line.values[name].text(form) for name, (_, form) in COLUMNS.items()]
+    return [line.label.replace("*", r"\*"), str(line.closures), *values]
+
+
+def _print_facts(console, facts: dict[str, str]) -> None:
+    for name, fact in facts.items():
+        console.print(f"{name}: {fact}", markup=False)
+
+
+def plain(value: Any) -> Any:
+    """``value`` for JSON: dataclasses as dicts; infinities and NaN, which it lacks, as text."""
+    if dataclasses.is_dataclass(value):
+        return plain(dataclasses.asdict(value))
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""Training a teacher and keeping its run folder."""

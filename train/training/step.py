@@ -1,0 +1,128 @@
+"""The pure training step: cross entropy, Adam, a learning rate that drops by steps."""
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from train.recipes.schema import Recipe
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that changes while training.
+
+    Attributes:
+      step: steps taken, a 0-d int32 array; with the seed it also fixes the next batch.
+      params: the model's parameters.
+      opt_state: the optimiser's state.
+      rng: data of the run's random key ``(2,)`` uint32; with the step it fixes the dropout.
+    """
+
+    step: jax.Array
+    params: dict
+    opt_state: optax.OptState
+    rng: jax.Array
+
+
+def optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformation:
+    """Adam whose learning rate is divided by ten after each of ``recipe.drops`` epochs."""
+    drops = {epoch * steps_per_epoch: 0.1 for epoch in recipe.drops}
+    return optax.adam(optax.piecewise_constant_schedule(recipe.learning_rate, drops))
+
+
+def create(
+    model: nn.Module, tx: optax.GradientTransformation, inputs: jax.Array, key: jax.Array
+) -> TrainState:
+    """A fresh state, to be jitted.
+
+    Args:
+      model, tx: what is trained, and by which optimiser.
+      inputs: a batch that only lends its shape.
+      key: of the run.
+    """
+    params = model.init(key, inputs)["params"]
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=tx.init(params),
+        rng=jax.random.key_data(jax.random.fold_in(key, 1)),
+    )
+
+
+def loss_and_accuracy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean cross entropy in nats and share of right answers.
+
+    Args:
+      logits: ``(batch, classes)``.
+      labels: ``(batch,)`` integers.
+    """
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return loss, (logits.argmax(-1) == labels).mean()
+
+
+def train_step(
+    state: TrainState,
+    inputs: jax.Array,
+    labels: jax.Array,
+    *,
+    model_at: Callable[[jax.Array], nn.Module],
+    tx: optax.GradientTransformation,
+    axis_name: str | None = None,
+    accumulate: int = 1,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One step, a pure function.
+
+    Args:
+      state: before the step.
+      inputs: ``(batch, ...)``, normalised images or tokens.
+      labels: ``(batch,)`` integers.
+      model_at: from the step to the linen module, see ``train.models.training``.
+      tx: the optimiser of ``state``.
+      axis_name: average gradients and metrics over this mapped axis (``jax.pmap``).
+      accumulate: parts of the batch, which it divides, that go through the model one by one.
+
+    Returns:
+      ``(state, {"loss", "accuracy"})`` after the step; the metrics are of the batch before it.
+    """
+    model = model_at(state.step)
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+    if axis_name is not None:
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+
+    def objective(params, inputs, labels, key):
+        rngs = {"dropout": key}
+        logits = model.apply({"params": params}, inputs, deterministic=False, rngs=rngs)
+        return loss_and_accuracy(logits, labels)
+
+    both = jax.value_and_grad(objective, has_aux=True)
+    if accumulate == 1:
+        found = both(state.params, inputs, labels, key)
+    else:
+        found = _mean_over_parts(
+            functools.partial(both, state.params), inputs, labels, key, accumulate
+        )
+    (loss, accuracy), gradient = found
+    metrics = {"loss": loss, "accuracy": accuracy}
+    if axis_name is not None:
+        gradient, metrics = jax.lax.pmean((gradient, metrics), axis_name)
+    updates, opt_state = tx.update(gradient, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+    return state, metrics
+
+
+def _mean_over_parts(function, inputs, labels, key, parts: int):
+    """Mean of ``function(inputs, labels, key)`` over equal parts of the batch, one at a time."""
+    # Every parts-th row, so that rows stay on their devices.
+    cut = lambda x: jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
+    part = (cut(inputs), cut(labels), jax.random.split(key, parts))
+    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], part))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    add = lambda total, part: (jax.tree.map(jnp.add, total, function(*part)), None)
+    total, _ = jax.lax.scan(add, zero, part)
+    return jax.tree.map(lambda x: x / parts, total)
