@@ -15,7 +15,7 @@ from asap_jax.features.potentials import sliced_potentials
 from asap_jax.fitting.candidates import CANDIDATES, THOROUGH, Candidate
 from asap_jax.fitting.kl import KLFit, fit_kl, kl_objective
 from asap_jax.fitting.least_squares import LeastSquaresFit, NormalEquations, fit_ls
-from asap_jax.predictor.predictor import (
+from asap_jax.predictor import (
     Correction,
     DualPair,
     LinearHead,

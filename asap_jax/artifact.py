@@ -30,7 +30,7 @@ from asap_jax import nnx as aj_nnx
 from asap_jax.compiler.calibration import CompileResult, group_by_path
 from asap_jax.compiler.options import Options
 from asap_jax.features import FAMILIES
-from asap_jax.predictor.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor
+from asap_jax.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor
 from asap_jax.records import CompiledState
 from asap_jax.spec import SinkhornSpec
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def told(value: Any) -> str:
-    """What was given, for messages: the type, and the value itself where it is short."""
+def describe(value: Any) -> str:
+    """A value in a message: its type, and the value itself where it is short."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -22,16 +22,19 @@ def told(value: Any) -> str:
     return f"{name} {value!r:.60}" if plain else name
 
 
+told = describe
+
+
 def instance(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
     """Raises TypeError unless ``value`` is of ``kind``, in messages ``wanted``."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {wanted}, got {told(value)}")
+        raise TypeError(f"{name} must be {wanted}, got {describe(value)}")
 
 
 def items(name: str, value: Any) -> tuple:
     """``value``, a tuple, list or other iterable, as a tuple; TypeError for anything else."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a tuple or list, got {told(value)}")
+        raise TypeError(f"{name} must be a tuple or list, got {describe(value)}")
     return tuple(value)
 
 
@@ -108,11 +111,11 @@ def non_negative_float(name: str, value: Any) -> float:
 def array(name: str, value: Any, dtype=None) -> jax.Array:
     """``value`` as an array; TypeError for what is none: None, strings, ragged lists, objects."""
     if value is None or isinstance(value, (str, bytes)):
-        raise TypeError(f"{name} must be an array, got {told(value)}")
+        raise TypeError(f"{name} must be an array, got {describe(value)}")
     try:
         return jnp.asarray(value, dtype)
     except (OverflowError, TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array, got {told(value)}: {error}") from error
+        raise TypeError(f"{name} must be an array, got {describe(value)}: {error}") from error
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
@@ -120,7 +123,7 @@ def float_dtype(name: str, value: Any) -> np.dtype:
     try:
         dtype = jnp.dtype(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a real floating dtype, got {told(value)}") from None
+        raise TypeError(f"{name} must be a real floating dtype, got {describe(value)}") from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be a real floating dtype, got {dtype}")
     return dtype
@@ -166,7 +169,7 @@ def random_key(name: str, value: Any) -> None:
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not (shape == () if typed else dtype == jnp.uint32 and len(shape) == 1):
-        given = told(value) if shape is None else f"an array of {dtype} and shape {shape}"
+        given = describe(value) if shape is None else f"an array of {dtype} and shape {shape}"
         raise TypeError(f"{name} must be one JAX random key, got {given}")
 
 

@@ -7,7 +7,7 @@ cancel any constant fill.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,15 @@ def as_bias(bias, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
     return jnp.where(masked, jnp.zeros_like(array), array), ~masked
 
 
+def split(bias: Any, mask: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
+    """The finite bias and the mask of one call, the entries that the bias masks among them.
+
+    Arguments and errors as ``as_bias`` and ``as_mask``.
+    """
+    bias, allowed = as_bias(bias, shape)
+    return bias, combine(as_mask(mask, shape), allowed)
+
+
 def combine(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """Logical and of two masks, either of which may be None."""
     if a is None or b is None:
@@ -86,6 +95,19 @@ def closure_validity(mask: jax.Array | None, shape: tuple) -> Validity | None:
     query = jnp.broadcast_to(mask.any(-1), shape[:-1])
     key = jnp.broadcast_to(mask.any(-2), (*shape[:-2], shape[-1]))
     return Validity(query, key)
+
+
+def log_key_target(key_mass: str, validity: Validity | None, shape: tuple, dtype: Any) -> jax.Array:
+    """Log of the column target, attention scale: ``()``, or ``(..., 1)`` under a mask.
+
+    ``"balanced"``: active queries / active keys; ``"unit"``: 1. ``shape`` is that of the scores.
+    """
+    if key_mass == "unit":
+        return jnp.zeros((), dtype)
+    if validity is None:
+        return jnp.log(jnp.asarray(shape[-2] / shape[-1], dtype))
+    count = lambda valid: jnp.maximum(valid.sum(-1, keepdims=True, dtype=dtype), 1)
+    return jnp.log(count(validity.query)) - jnp.log(count(validity.key))
 
 
 def feature_validity(validity: Validity | None, padding: str) -> Validity | None:

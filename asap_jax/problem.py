@@ -1,4 +1,4 @@
-"""From an attention call to per-head problems: layout, dtypes, masks.
+"""One attention call as per-head problems: layout, dtypes, and the masks worked out once.
 
 Attention functions take Flax's layout ``(..., length, heads, head_dim)``; everything behind
 them works on ``(..., heads, length, head_dim)``.
@@ -6,36 +6,58 @@ them works on ``(..., heads, length, head_dim)``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.scores import accumulation_dtype
-from asap_jax.scores import scores as make_scores
+from asap_jax.scores import squared_norm
 
-IMPLEMENTATIONS = ("auto", "log", "scaling", "streaming")
+
+class Tokens(NamedTuple):
+    """The tokens of both sides as features take them, the side to predict first.
+
+    ``own (..., N, d)``, ``other (..., M, d)``; ``scale`` is the score scale; the validities
+    ``(..., N)`` and ``(..., M)``, or None where every token counts.
+    """
+
+    own: jax.Array
+    other: jax.Array
+    scale: float
+    own_valid: jax.Array | None
+    other_valid: jax.Array | None
+
+    def swapped(self) -> Tokens:
+        """The other side first."""
+        return Tokens(self.other, self.own, self.scale, self.other_valid, self.own_valid)
+
+    def shift(self) -> jax.Array:
+        """From score to cost coordinates on the own side, ``(..., N)``, see ``query_shift``."""
+        return 0.5 * self.scale * squared_norm(self.own)
 
 
 @flax.struct.dataclass
 class Problem:
     """One attention call, per head: axes ``(..., heads, tokens, ...)``.
 
+    A pytree, so a group of its problems is a Problem again.
+
     Attributes:
       q ``(..., H, N, d)``, k ``(..., H, M, d)``, v ``(..., H, M, d_v)``: float32 at least, rows
-        of inactive tokens set to 0.
+        of inactive tokens set to 0. v is None where nothing is mixed.
       bias: broadcasts to the scores, 0 at masked places, or None.
       mask: bool, broadcasting to the scores, or None.
-      validity: closure validities, or None for "all".
+      validity: the tokens that take part in the marginals, or None for "all".
       scale: the score scale.
       dtype: dtype of the output.
+      precision: matmul precision of the scores and of the product with the values.
     """
 
     q: jax.Array
     k: jax.Array
-    v: jax.Array
+    v: jax.Array | None
     bias: jax.Array | None
     mask: jax.Array | None
     validity: masks.Validity | None
@@ -51,48 +73,53 @@ class Problem:
     @property
     def scores(self) -> jax.Array:
         """``(..., H, N, M)``: with the bias, finite entries at masked places too."""
-        return make_scores(
-            self.q, self.k, scale=self.scale, bias=self.bias, precision=self.precision
-        )
+        product = jnp.einsum("...nd,...md->...nm", self.q, self.k, precision=self.precision)
+        s = self.scale * product
+        return s if self.bias is None else s + self.bias.astype(s.dtype)
+
+    def log_kernel(self, epsilon: float) -> jax.Array:
+        """``scores / epsilon``, -inf where masked: ``(..., H, N, M)``."""
+        kernel = self.scores / epsilon
+        return kernel if self.mask is None else jnp.where(self.mask, kernel, -jnp.inf)
+
+    def active(self, side: str) -> jax.Array:
+        """Tokens of ``side`` that take part, ``(..., H, N or M)``; ``()`` where all do."""
+        return jnp.bool_(True) if self.validity is None else getattr(self.validity, side)
+
+    def log_key_target(self, key_mass: str) -> jax.Array:
+        """Log of the column target, attention scale: ``()``, or ``(..., 1)`` under a mask."""
+        return masks.log_key_target(key_mass, self.validity, self.score_shape, self.q.dtype)
+
+    def tokens(self, side: str, padding: str) -> Tokens:
+        """Both sides' tokens, those of ``side`` first; ``padding`` says which carry features."""
+        q_valid, k_valid = masks.feature_validity(self.validity, padding) or (None, None)
+        tokens = Tokens(self.q, self.k, self.scale, q_valid, k_valid)
+        return tokens if side == "query" else tokens.swapped()
 
 
 def make_problem(
-    query,
-    key,
-    value,
-    bias,
-    mask,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
     *,
     scale: float | None,
-    dtype=None,
-    precision=None,
-    is_causal=False,
-    implementation="auto",
-    implementations=IMPLEMENTATIONS,
-    einsums=(),
+    dtype: Any = None,
+    precision: Any = None,
 ) -> Problem:
-    """Checks one attention call and brings it to per-head form.
+    """Checks the arrays of one attention call and brings them to per-head form.
 
     Raises:
-      ValueError: ranks, lengths, head counts, masks or biases that do not fit; a causal call;
-        an unknown implementation.
-      TypeError: dtypes that are not real floating; settings that are not static.
+      ValueError: ranks, lengths, head counts, masks or biases that do not fit.
+      TypeError: dtypes that are not real floating.
     """
-    checks.one_of("implementation", implementation, implementations)
-    refuse_causal(is_causal)
-    if any(einsum is not None for einsum in einsums):
-        raise ValueError(
-            "qk_attn_weights_einsum and attn_weights_value_einsum are not supported: "
-            "scores and closures are computed in float32 at least"
-        )
     query, key, value = promote(query, key, value, dtype=dtype)
     key, value = match_heads(query, key, value)
-    out_dtype = query.dtype
-    inner = accumulation_dtype(query)
-    q, k, v = (jnp.swapaxes(x, -2, -3).astype(inner) for x in (query, key, value))
+    inner = jnp.promote_types(query.dtype, jnp.float32)
+    q, k, v = [jnp.swapaxes(x, -2, -3).astype(inner) for x in (query, key, value)]
     shape = (*q.shape[:-1], k.shape[-2])
-    bias, bias_mask = masks.as_bias(bias, shape)
-    mask = masks.combine(masks.as_mask(mask, shape), bias_mask)
+    bias, mask = masks.split(bias, mask, shape)
     validity = masks.closure_validity(mask, shape)
     if validity is not None:
         q = masks.zero_inactive(q, validity.query)
@@ -101,31 +128,21 @@ def make_problem(
         if bias is not None:
             bias = jnp.where(mask, bias, jnp.zeros_like(bias))
     scale = 1.0 / q.shape[-1] ** 0.5 if scale is None else scale
-    return Problem(q, k, v, bias, mask, validity, scale, out_dtype, precision)
+    return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision)
 
 
-def refuse_causal(is_causal) -> None:
-    """Raises ValueError for causal attention, with the reason."""
-    if checks.static_bool("is_causal", is_causal):
-        raise ValueError(
-            "is_causal=True is refused: the only lower-triangular matrix with unit row and column "
-            "sums is the identity, and a key closure reads later queries, so no causal "
-            "doubly-stochastic attention exists"
-        )
-
-
-def promote(query, key, value, *, dtype=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def promote(
+    query: Any, key: Any, value: Any, *, dtype: Any = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The three inputs in one real floating dtype (``dtype`` if given)."""
-    arrays = [
-        checks.real_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    ]
+    query = checks.real_array("query", query)
+    key = checks.real_array("key", key)
+    value = checks.real_array("value", value)
     if dtype is None:
-        dtype = arrays[0].dtype
-        for x in arrays[1:]:
-            dtype = jnp.promote_types(dtype, x.dtype)
+        dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), value.dtype)
     else:
         dtype = checks.float_dtype("dtype", dtype)
-    return tuple(x.astype(dtype) for x in arrays)
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
 def match_heads(query, key, value) -> tuple[jax.Array, jax.Array]:

@@ -46,6 +46,15 @@ def scores(q, k, *, scale: float | None = None, bias=None, precision=None) -> ja
     return s if allowed is None else jnp.where(allowed, s, -jnp.inf)
 
 
+def largest_score(
+    q: jax.Array, k: jax.Array, scale: float, bias: jax.Array | None = None
+) -> jax.Array:
+    """A bound on the size of every score, ``()``, by Cauchy-Schwarz: no score is computed."""
+    longest = lambda x: jnp.sqrt(jnp.max(squared_norm(x), -1, initial=0))
+    bound = jnp.max(longest(q) * longest(k), initial=0) * scale
+    return bound if bias is None else bound + jnp.max(jnp.abs(bias), initial=0)
+
+
 def query_shift(q, *, scale: float | None = None) -> jax.Array:
     """The shift ``rho_i = scale |q_i|^2 / 2`` of shape ``(..., N)`` (paper, eq. quadratic cost).
 

@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from asap_jax import masks
+from asap_jax.problem import Problem
+
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 3, 7, 5, 4
 
 
@@ -74,3 +77,9 @@ def slope(function, arguments, rng, *, step=1e-6):
     grads = jax.grad(function, argnums=tuple(range(len(arguments))))(*arguments)
     exact = sum(float(jnp.vdot(g, d)) for g, d in zip(grads, directions, strict=True))
     return exact, float(moved[0] - moved[1]) / (2 * step)
+
+
+def problem(q, k, *, v=None, bias=None, mask=None, scale=1.0):
+    """A Problem of per-head arrays as they are."""
+    validity = masks.closure_validity(mask, (*q.shape[:-1], k.shape[-2]))
+    return Problem(q, k, v, bias, mask, validity, scale, q.dtype)

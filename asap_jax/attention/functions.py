@@ -10,50 +10,22 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, problem
+from asap_jax import checks
 from asap_jax.attention import outputs
-from asap_jax.predictor import corrections as chain
-from asap_jax.predictor import starting_dual
-from asap_jax.predictor.predictor import DualPair, Predictor
-from asap_jax.solvers import ctransform
-from asap_jax.solvers import log_domain as closing
-from asap_jax.solvers import plan as plans
+from asap_jax.attention.flax_call import Call, Result, attention_function
+from asap_jax.predictor import DualPair, Predictor
+from asap_jax.predictor.starting_dual import DeferredStart, predicted_dual
+from asap_jax.problem import Problem
+from asap_jax.solvers import ctransform, registry
+from asap_jax.solvers.closures import Closures
+from asap_jax.solvers.plan import ClosedPlan, DensePlan
 from asap_jax.spec import SinkhornSpec
 
 CLOSURES = ("one_sided", "two_sided")
 
-_KEYWORDS = """
-    Flax's keywords:
-      dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
-        weights; it breaks the marginals.
-      dtype: computation dtype of the inputs and the output; inside, float32 at least.
-      precision: matmul precision of the scores and of the product with the values.
-      module: a Flax module to sow the weights into.
-      is_causal, qk_attn_weights_einsum, attn_weights_value_einsum: refused, with the reason.
-"""
 
-
-def sinkhorn_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    spec: SinkhornSpec,
-    return_weights: bool = False,
-    implementation: str = "auto",
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=True,
-    dtype=None,
-    precision=None,
-    module=None,
-    is_causal=False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-):
+@attention_function
+def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = "auto") -> Result:
     """Finite-budget Sinkhorn attention (paper, eq. sinkhorn_iterations), the teacher.
 
     Args:
@@ -63,11 +35,17 @@ def sinkhorn_attention(
       bias: additive, rank of the scores ``(..., heads, N, M)``; entries <= -1e8 are masked.
       mask: rank of the scores, size-1 axes allowed, bool or 0/1; honoured entry by entry.
       spec: the finite-budget convention.
-      return_weights: static; also return the weights ``(..., heads, N, M)``.
       implementation: ``"log"`` keeps to the log domain; ``"scaling"`` exponentiates once and falls
         back to the log domain where that form cannot be trusted; ``"streaming"`` works tile by
         tile, its memory linear in the length; ``"auto"`` is ``"scaling"``, or ``"streaming"`` where
-        a kernel is too large to be kept.
+        a kernel is too large to be stored.
+      return_weights: static; also return the weights ``(..., heads, N, M)``.
+      dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
+        weights; it breaks the marginals.
+      dtype: computation dtype of the inputs and the output; inside, float32 at least.
+      precision: matmul precision of the scores and of the product with the values.
+      module: a Flax module to sow the weights into.
+      is_causal, qk_attn_weights_einsum, attn_weights_value_einsum: refused, with the reason.
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``. Queries with no
@@ -77,61 +55,25 @@ def sinkhorn_attention(
       ValueError, TypeError: at trace time, naming the argument and both shapes or the setting.
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
-    p = problem.make_problem(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=spec.scale,
-        dtype=dtype,
-        precision=precision,
-        is_causal=is_causal,
-        implementation=implementation,
-        einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
-    )
-    zero = jnp.zeros_like(p.k[..., 0])
-    return outputs.finish(
-        p,
-        _plan(p, spec, zero, "key", spec.num_steps, implementation),
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-        return_weights=return_weights,
-    )
+    checks.one_of("implementation", implementation, registry.NAMES)
+    p = call.problem(spec.scale)
+    return outputs.finish(call, p, sinkhorn_plan(p, spec, implementation))
 
 
+@attention_function
 def asap_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    call: Call,
     *,
-    predictor: Predictor,
+    predictor: Predictor | DualPair,
     spec: SinkhornSpec,
-    closures="two_sided",
-    return_weights: bool = False,
+    closures: str | int = "two_sided",
     implementation: str = "auto",
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=True,
-    dtype=None,
-    precision=None,
-    module=None,
-    is_causal=False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-):
+) -> Result:
     """The compiled layer: predict a dual, then close (paper, eq. asap_source_prediction ff.).
 
     Args:
-      query, key, value, bias, mask, return_weights, implementation: as in
-        ``sinkhorn_attention``.
+      query, key, value, bias, mask, implementation: as in ``sinkhorn_attention``, and so are
+        return_weights and Flax's other keywords.
       predictor: the fitted predictor.
       spec: the teacher's convention.
       closures: ``"one_sided"`` (ASAP-0: one key closure), ``"two_sided"`` (ASAP: key, query, key
@@ -147,104 +89,54 @@ def asap_attention(
         not allow.
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
+    checks.one_of("implementation", implementation, registry.NAMES)
     direct = isinstance(closures, str) and closures == "none"
-    wanted = DualPair if direct else Predictor
-    checks.instance(
-        "predictor", predictor, wanted, f"a {wanted.__name__} for closures={closures!r}"
-    )
-    num_steps = 0 if direct else num_closures(closures, predictor.side, spec)
-    p = problem.make_problem(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=spec.scale,
-        dtype=dtype,
-        precision=precision,
-        is_causal=is_causal,
-        implementation=implementation,
-        einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
-    )
+    kind = DualPair if direct else Predictor
+    checks.instance("predictor", predictor, kind, f"a {kind.__name__} for closures={closures!r}")
+    p = call.problem(spec.scale)
     if direct:
-        plan = plans.Dense(direct_weights(predictor, p, spec))
-    else:
-        corrections = chain.checked(predictor.corrections, num_steps)
-        start = starting_dual.Prediction.of(predictor, spec)
-        remaining = num_steps - len(corrections)
-        plan = _plan(p, spec, start, start.side, remaining, implementation)
-    return outputs.finish(
-        p,
-        plan,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-        return_weights=return_weights,
-    )
+        return outputs.finish(call, p, DensePlan(weights_from_both_duals(predictor, p, spec)))
+    return outputs.finish(call, p, compiled_plan(predictor, spec, closures, implementation))
 
 
+@attention_function
 def softmax_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    scale: float | None = None,
-    return_weights: bool = False,
-    implementation: str = "auto",
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=True,
-    dtype=None,
-    precision=None,
-    module=None,
-    is_causal=False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-):
+    call: Call, *, scale: float | None = None, implementation: str = "auto"
+) -> Result:
     """Row-softmax attention, the plain Transformer baseline.
 
     Arguments and result as ``sinkhorn_attention``; equals it at ``num_steps=1, epsilon=1``.
     ``scale`` > 0 is ``1 / sqrt(head_dim)`` when None. Queries with no key give exactly 0.
     """
-    scale = None if scale is None else checks.positive_float("scale", scale)
-    p = problem.make_problem(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        dtype=dtype,
-        precision=precision,
-        is_causal=is_causal,
-        implementation=implementation,
-        einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
-    )
-    zero = jnp.zeros_like(p.k[..., 0])
-    return outputs.finish(
-        p,
-        _plan(p, SinkhornSpec(num_steps=1), zero, "key", 1, implementation),
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-        return_weights=return_weights,
-    )
+    checks.one_of("implementation", implementation, registry.NAMES)
+    p = call.problem(None if scale is None else checks.positive_float("scale", scale))
+    return outputs.finish(call, p, sinkhorn_plan(p, SinkhornSpec(num_steps=1), implementation))
 
 
-def _plan(p: problem.Problem, spec, start, side: str, num_steps: int, implementation: str):
-    """The plan of ``num_steps`` closures from ``start`` on ``side``; see ``plans.Closed``."""
-    target = closing.log_key_target(spec.key_mass, p.mask, p.score_shape, p.q.dtype)
-    settings = plans.Settings(side, num_steps, spec.epsilon, p.scale, implementation)
-    return plans.Closed(p, start, target, settings)
+def sinkhorn_plan(p: Problem, spec: SinkhornSpec, implementation: str) -> ClosedPlan:
+    """The teacher's plan: S closures from the key dual 0."""
+    closures = Closures("key", spec.num_steps, spec.epsilon)
+    return ClosedPlan(jnp.zeros_like(p.k[..., 0]), closures, spec.key_mass, implementation)
+
+
+def compiled_plan(
+    predictor: Predictor, spec: SinkhornSpec, closures: str | int, implementation: str
+) -> ClosedPlan:
+    """The compiled layer's plan: ``closures`` from the predicted dual.
+
+    Each correction of the predictor takes one closure with it, so fewer are left to the plan.
+    """
+    total = num_closures(closures, predictor.side, spec)
+    start = DeferredStart.of(predictor, spec, total)
+    remaining = Closures(start.side, total - len(predictor.corrections), spec.epsilon)
+    return ClosedPlan(start, remaining, spec.key_mass, implementation)
+
+
+def weights_from_both_duals(pair: DualPair, p: Problem, spec: SinkhornSpec) -> jax.Array:
+    """Weights from two predicted duals, without any c-transform (paper, design table)."""
+    f, g = (predicted_dual(side, p, spec) for side in (pair.query, pair.key))
+    g = g + checks.array("offset", pair.offset).astype(g.dtype)
+    return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
 
 
 def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
@@ -276,15 +168,3 @@ def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
             f"teacher with num_steps={spec.num_steps} ends on a {spec.last_step}"
         )
     return n
-
-
-def direct_weights(pair: DualPair, p: problem.Problem, spec: SinkhornSpec) -> jax.Array:
-    """Weights from two predicted duals, without any c-transform (paper, design table)."""
-    f, g = (starting_dual.predicted_dual(side, p, spec) for side in (pair.query, pair.key))
-    g = g + checks.array("offset", pair.offset).astype(g.dtype)
-    return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
-
-
-for _function in (sinkhorn_attention, asap_attention):
-    _function.__doc__ = _function.__doc__.rstrip() + "\n" + _KEYWORDS
-del _function

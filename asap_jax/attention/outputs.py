@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from asap_jax import checks
+from asap_jax.attention.flax_call import Call, Result
 from asap_jax.problem import Problem
-from asap_jax.solvers import plan as plans
+from asap_jax.solvers.plan import DensePlan, Plan
 
 
-def drops(name: str, rate, deterministic) -> bool:
+def finish(call: Call, p: Problem, plan: Plan) -> Result:
+    """Dropout, value mixing and layout; ``(..., N, H, d_v)`` or ``(out, weights)``.
+
+    The weights are formed only to be returned, dropped from or sown: with ``call.module`` they are
+    sown under Flax's name ``attention_weights``.
+    """
+    dropping = drops("dropout_rate", call.dropout_rate, call.deterministic)
+    return_weights = checks.static_bool("return_weights", call.return_weights)
+    weights = None
+    if return_weights or dropping or call.module is not None:
+        weights = plan.weights(p)
+        plan = DensePlan(dropout(call, weights) if dropping else weights)
+    if call.module is not None:
+        _sow(call.module, weights.astype(p.dtype))
+    out = jnp.swapaxes(plan.mix(p), -2, -3).astype(p.dtype)
+    return (out, weights.astype(p.dtype)) if return_weights else out
+
+
+def drops(name: str, rate: Any, deterministic: Any) -> bool:
     """Whether dropout is on.
 
     Raises:
@@ -23,59 +44,25 @@ def drops(name: str, rate, deterministic) -> bool:
     return rate > 0 and not checks.static_bool("deterministic", deterministic)
 
 
-def dropout(weights: jax.Array, *, rng, rate: float, broadcast: bool) -> jax.Array:
+def dropout(call: Call, weights: jax.Array) -> jax.Array:
     """Attention dropout after normalisation; it breaks the marginals by design.
 
-    ``broadcast`` shares one mask over the batch axes, as in Flax.
+    ``broadcast_dropout`` shares one mask over the batch axes, as in Flax.
 
     Raises:
-      ValueError: no rng; TypeError: another thing than a random key.
+      ValueError: no rng; TypeError: an rng that is not a random key.
     """
-    if rng is None:
+    if call.dropout_rng is None:
         raise ValueError("dropout_rng is needed when dropout_rate > 0 and deterministic=False")
-    checks.random_key("dropout_rng", rng)
-    shape = weights.shape
-    if checks.static_bool("broadcast_dropout", broadcast):
+    checks.random_key("dropout_rng", call.dropout_rng)
+    shape, rate = weights.shape, call.dropout_rate
+    if checks.static_bool("broadcast_dropout", call.broadcast_dropout):
         shape = (1,) * max(0, len(shape) - 3) + shape[-3:]
-    keep = jax.random.bernoulli(rng, 1 - rate, shape)
+    keep = jax.random.bernoulli(call.dropout_rng, 1 - rate, shape)
     return jnp.where(keep, weights / (1 - rate), jnp.zeros_like(weights))
 
 
-def finish(
-    problem: Problem,
-    plan: plans.Plan,
-    *,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=True,
-    precision=None,
-    module=None,
-    return_weights=False,
-):
-    """Dropout, value mixing and layout; ``(..., N, H, d_v)`` or ``(out, weights)``.
-
-    The weights are formed only where they are asked for, dropped from or sown: with ``module``
-    they are sown under Flax's name ``attention_weights``.
-    """
-    return_weights = checks.static_bool("return_weights", return_weights)
-    dropping = drops("dropout_rate", dropout_rate, deterministic)
-    weights = plan.weights() if return_weights or dropping or module is not None else None
-    if module is not None:
-        _sow(module, weights.astype(problem.dtype))
-    if dropping:
-        mixed = dropout(weights, rng=dropout_rng, rate=dropout_rate, broadcast=broadcast_dropout)
-        plan = plans.Dense(mixed)
-    elif weights is not None:
-        plan = plans.Dense(weights)
-    out = plan.mix(problem.v, precision)
-    out = jnp.swapaxes(out, -2, -3).astype(problem.dtype)
-    if not return_weights:
-        return out
-    return out, weights.astype(problem.dtype)
-
-
-def _sow(module, weights) -> None:
+def _sow(module: Any, weights: jax.Array) -> None:
     import flax.linen
     import flax.nnx
 

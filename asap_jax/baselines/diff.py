@@ -12,11 +12,16 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from asap_jax import checks, problem
+from asap_jax import checks
 from asap_jax.attention import outputs
-from asap_jax.solvers import ctransform, plan
+from asap_jax.attention.flax_call import Call, Result, attention_function
+from asap_jax.problem import Problem, promote
+from asap_jax.solvers import ctransform
+from asap_jax.solvers.plan import DensePlan
 
+IMPLEMENTATIONS = ("auto", "log")
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
@@ -37,35 +42,21 @@ def diff_lambda_init(depth: int) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * operator.index(depth))
 
 
+@attention_function
 def diff_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    call: Call,
     *,
-    lambda_q1=None,
-    lambda_k1=None,
-    lambda_q2=None,
-    lambda_k2=None,
+    lambda_q1: ArrayLike | None = None,
+    lambda_k1: ArrayLike | None = None,
+    lambda_q2: ArrayLike | None = None,
+    lambda_k2: ArrayLike | None = None,
     depth: int = 0,
-    lambda_init=None,
-    norm_scale=None,
+    lambda_init: ArrayLike | None = None,
+    norm_scale: ArrayLike | None = None,
     norm_epsilon: float = 1e-5,
     scale: float | None = None,
-    return_weights: bool = False,
     implementation: str = "auto",
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=True,
-    dtype=None,
-    precision=None,
-    module=None,
-    is_causal=False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-):
+) -> Result:
     """Differential attention in the layout of stock Flax attention.
 
     Of 2H heads, heads 2h and 2h + 1 are pair h (heads reshaped to ``(H, 2)``). With A1 and A2
@@ -104,48 +95,31 @@ def diff_attention(
 
     Flax's keywords: as in ``sinkhorn_attention``; dropout acts on ``A1 - lambda A2``.
     """
-    if checks.static_bool("is_causal", is_causal):
+    if checks.static_bool("is_causal", call.is_causal):
         raise ValueError(
             "is_causal=True is refused: attention here is non-causal; give the causal mask as mask"
         )
-    query, key, value = problem.promote(query, key, value, dtype=dtype)
+    checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+    query, key, value = promote(call.query, call.key, call.value, dtype=call.dtype)
     key, value = _match_pairs(query, key, value)
-    p = problem.make_problem(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=None if scale is None else checks.positive_float("scale", scale),
-        precision=precision,
-        implementation=implementation,
-        implementations=("auto", "log"),
-        einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
-    )
+    scale = None if scale is None else checks.positive_float("scale", scale)
+    p = call.replace(query=query, key=key, value=value).problem(scale)
     start = diff_lambda_init(depth) if lambda_init is None else lambda_init
     start = _scalar("lambda_init", start, p.q.dtype)
     vectors = dict(zip(VECTORS, (lambda_q1, lambda_k1, lambda_q2, lambda_k2), strict=True))
     weights = difference(softmax_maps(p), diff_lambda(start, vectors, p.q))
-    out = outputs.finish(
-        p.replace(v=paired_values(p.v), dtype=p.q.dtype),
-        plan.Dense(weights),
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-    )
+    pairs = p.replace(v=paired_values(p.v), dtype=p.q.dtype)
+    out = outputs.finish(call.replace(return_weights=False), pairs, DensePlan(weights))
     out = (1 - start) * rms_norm(out, norm_scale, norm_epsilon)
     out = out.reshape(*query.shape[:-1], value.shape[-1]).astype(p.dtype)
-    if not checks.static_bool("return_weights", return_weights):
+    if not checks.static_bool("return_weights", call.return_weights):
         return out
     return out, weights.astype(p.dtype)
 
 
-def softmax_maps(p: problem.Problem) -> jax.Array:
+def softmax_maps(p: Problem) -> jax.Array:
     """The row-softmax maps of single heads ``(..., 2H, N, M)``; rows with no key are 0."""
-    kernel = ctransform.log_kernel(p.scores, 1.0, p.mask)
+    kernel = p.log_kernel(epsilon=1.0)
     return ctransform.closure_weights(kernel, jnp.zeros_like(kernel[..., 0, :]), -1, 0.0)
 
 

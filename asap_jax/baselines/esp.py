@@ -13,15 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from asap_jax import checks, masks, problem
+from asap_jax import checks, masks
 from asap_jax.attention import outputs
+from asap_jax.attention.flax_call import Call, Result, attention_function
 from asap_jax.baselines import expected_plans, softsort
-from asap_jax.solvers import plan
+from asap_jax.solvers.plan import DensePlan
 from asap_jax.spec import PADDINGS
 
 MODES = ("soft", "hard_released", "hard")
-IMPLEMENTATIONS = ("auto", "streaming", "dense")
+IMPLEMENTATIONS = {
+    "auto": expected_plans.streaming_soft_plan,
+    "streaming": expected_plans.streaming_soft_plan,
+    "dense": expected_plans.dense_soft_plan,
+}
 SCHEDULES = {
     "constant": "constant",
     "init": "constant",
@@ -30,32 +36,18 @@ SCHEDULES = {
 }
 
 
+@attention_function
 def esp_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    call: Call,
     *,
-    directions=None,
+    directions: ArrayLike | None = None,
     mode: str = "soft",
-    temperature=1e-3,
-    inverse_temperature=0.1,
+    temperature: ArrayLike = 1e-3,
+    inverse_temperature: ArrayLike = 0.1,
     scale: float | None = None,
     padding: str = "self",
-    return_weights: bool = False,
     implementation: str = "auto",
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=True,
-    dtype=None,
-    precision=None,
-    module=None,
-    is_causal=False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-):
+) -> Result:
     """Expected-sliced-plan attention.
 
     With ``x = scale q``, ``y = scale k`` and a slice direction theta_l, P_l and R_l the rank
@@ -124,20 +116,9 @@ def esp_attention(
     checks.one_of("mode", mode, MODES)
     checks.one_of("padding", padding, PADDINGS)
     checks.one_of("implementation", implementation, IMPLEMENTATIONS)
-    p = problem.make_problem(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=None if scale is None else checks.positive_float("scale", scale),
-        dtype=dtype,
-        precision=precision,
-        is_causal=is_causal,
-        einsums=(qk_attn_weights_einsum, attn_weights_value_einsum),
-    )
-    _refuse_bias(bias)
-    _refuse_support(mask, bias, p.score_shape, padding, mode)
+    p = call.problem(None if scale is None else checks.positive_float("scale", scale))
+    _check_bias(call.bias)
+    _check_support(call.mask, call.bias, p.score_shape, padding, mode)
     active = masks.feature_validity(p.validity, padding)
     if active is not None:
         p = p.replace(
@@ -155,21 +136,11 @@ def esp_attention(
         ),
         scale=p.scale,
         implementation=implementation,
-        precision=precision,
+        precision=p.precision,
     )
     if p.mask is not None:
         weights = jnp.where(p.mask, weights, jnp.zeros_like(weights))
-    return outputs.finish(
-        p,
-        plan.Dense(weights),
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-        return_weights=return_weights,
-    )
+    return outputs.finish(call, p, DensePlan(weights))
 
 
 def expected_plan(
@@ -204,8 +175,7 @@ def expected_plan(
     support = _support(active, q.shape[-2], k.shape[-2], q.dtype)
     floor = math.sqrt(float(jnp.finfo(q.dtype).tiny))
     sharpness = scale**2 / jnp.maximum(temperature, jnp.asarray(floor, q.dtype)) + zero
-    dense = implementation == "dense"
-    average = expected_plans.dense_soft_plan if dense else expected_plans.streaming_soft_plan
+    average = IMPLEMENTATIONS[implementation]
     harden = mode == "hard_released"
     return average(a, b, distance, support, sharpness, inverse_temperature, harden, precision)
 
@@ -271,7 +241,7 @@ def _masking(bias) -> np.ndarray:
     return bias <= max(masks.MASKED_BIAS, float(jnp.finfo(bias.dtype).min))
 
 
-def _refuse_bias(bias) -> None:
+def _check_bias(bias) -> None:
     """Raises ValueError for a bias that does more than mask, where its values are known."""
     if bias is None or isinstance(bias, jax.core.Tracer):
         return
@@ -282,7 +252,7 @@ def _refuse_bias(bias) -> None:
         )
 
 
-def _refuse_support(mask, bias, shape: tuple, padding: str, mode: str) -> None:
+def _check_support(mask, bias, shape: tuple, padding: str, mode: str) -> None:
     """Raises ValueError, where values are known, for a support that no matching can have."""
     if any(isinstance(x, jax.core.Tracer) for x in (mask, bias)):
         return

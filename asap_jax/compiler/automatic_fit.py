@@ -18,7 +18,8 @@ from asap_jax.compiler.report import SAME_ENDING, Rung
 from asap_jax.fitting import candidates, targets
 from asap_jax.predictor.predictor import Predictor
 from asap_jax.records import CompiledState, Record, stack_mark
-from asap_jax.solvers import log_domain as closing
+from asap_jax.solvers import log_domain
+from asap_jax.solvers.closures import Closures
 from asap_jax.spec import SinkhornSpec
 
 MARGIN = 0.03  # a candidate that costs more to run must be better by this share
@@ -223,10 +224,10 @@ def _sinkhorn_rel_l2(record, *, small: SinkhornSpec):
 def _zero_rel_l2(record, *, closures: int):
     """As many closures, from the dual 0 on the side that makes them end as the teacher does."""
     p, spec = targets.problem(record), record.spec
-    kernel, target = closing.terms(p, spec)
     side = spec.side_before_end(closures)
-    zero = jnp.zeros_like(kernel[..., 0] if side == "query" else kernel[..., 0, :])
-    weights = closing.finish(kernel, zero, side=side, num_steps=closures, log_target=target)
+    zero = jnp.zeros_like(p.tokens(side, spec.padding).own[..., 0])
+    taken = Closures(side, closures, spec.epsilon)
+    weights = log_domain.weights_after(p, zero, p.log_key_target(spec.key_mass), taken)
     _, reference = targets.call(record, functions.sinkhorn_attention, spec=spec)
     return metrics.attention_rel_l2(weights, reference)
 

@@ -14,7 +14,7 @@ from asap_jax.compiler.options import Options
 from asap_jax.features import FAMILIES
 from asap_jax.fitting import kl_search, targets
 from asap_jax.fitting.least_squares import NormalEquations
-from asap_jax.predictor.predictor import DualPair, LinearHead, Predictor
+from asap_jax.predictor import DualPair, LinearHead, Predictor
 from asap_jax.records import CompiledState, Record, stack_mark
 
 Stream = Callable[[], Iterator[Record]]

@@ -3,7 +3,7 @@
 A family is a ``flax.struct`` dataclass that owns its arrays; called as
 ``family(q, k, *, scale, query_valid, key_valid)`` it gives centred features ``(..., N, F)`` for
 the side of its first argument. ``register`` gives it the name it is saved under: a new family is
-one file of its own (``asap_jax.features.interface`` says what it has).
+one file of its own (``asap_jax.features.base`` says what it has).
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 from asap_jax.features.base import FAMILIES, check_families, concatenate, evaluate, register
 from asap_jax.features.codebook import Codebook
 from asap_jax.features.moments import Moments
-from asap_jax.features.rank_displacement import RankDisplacement
-from asap_jax.features.raw_projections import RawProjections
-from asap_jax.features.sliced import SlicedPotentials
+from asap_jax.features.sliced import RankDisplacement, RawProjections, SlicedPotentials
 
 __all__ = [
     "FAMILIES",
@@ -23,6 +21,7 @@ __all__ = [
     "RawProjections",
     "SlicedPotentials",
     "check_families",
+    "check_tokens",
     "concatenate",
     "evaluate",
     "register",

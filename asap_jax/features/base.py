@@ -6,19 +6,24 @@ A family is a ``flax.struct`` dataclass with
 - ``family.num_features(head_dim)``: F;
 - ``Family.create(rng, head_dim, *, num_slices, slice_kind)``: a new one for a compile, where it
   can be made before any data are seen (optional);
-- ``family.linear(coefficients, q, k, ...)``: the features' linear combination ``(..., N)``, up to
-  a constant per problem, where there is a cheaper way to it than the features (optional).
+- ``family.linear(coefficients, tokens)``: the features' linear combination ``(..., N)``, up to a
+  constant per problem, where there is a cheaper way to it than the features (optional). ``tokens``
+  are checked ``Tokens``.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from asap_jax import checks
-from asap_jax.features import directions
+from asap_jax.problem import Tokens
+from asap_jax.scores import accumulation_dtype, resolve_scale
 
 FAMILIES: dict[str, type] = {}
 
@@ -36,61 +41,63 @@ def register(name: str):
 
 def check_families(name: str, families: Any) -> None:
     """Raises TypeError unless ``families`` is a tuple of feature families."""
-    checks.instance(name, families, tuple, "a tuple of feature families")
+    if not isinstance(families, tuple):
+        given = checks.describe(families)
+        raise TypeError(f"{name} must be a tuple of feature families, got {given}")
     for family in families:
         if isinstance(family, type) or not callable(family):
-            given = family.__name__ if isinstance(family, type) else checks.told(family)
+            given = family.__name__ if isinstance(family, type) else checks.describe(family)
             raise TypeError(
                 f"{name} must hold feature families, for instance asap_jax.Moments(), got {given}"
             )
 
 
-class Sliced:
-    """What families on a bank of slices share; they own ``directions (L, d)``."""
+def check_tokens(
+    q: Any, k: Any, scale: float | None = None, query_valid: Any = None, key_valid: Any = None
+) -> Tokens:
+    """The arguments of a family as Tokens: one accumulation dtype, scale and validities resolved.
 
-    @classmethod
-    def create(cls, rng, head_dim: int, *, num_slices: int = 32, slice_kind: str = "gaussian"):
-        """The family on a new bank of ``num_slices`` directions."""
-        return cls(directions.slice_directions(rng, num_slices, head_dim, kind=slice_kind))
+    Raises:
+      ValueError: shapes that do not fit, ``scale <= 0``; TypeError: dtypes that are not real
+        floating.
+    """
+    q, k = checks.real_array("q", q), checks.real_array("k", k)
+    checks.heads_last_dim(q, k)
+    dtype = accumulation_dtype(q, k)
+    scale = resolve_scale(scale, q.shape[-1])
+    query_valid = checks.optional_validity("query_valid", query_valid, q[..., 0])
+    key_valid = checks.optional_validity("key_valid", key_valid, k[..., 0])
+    return Tokens(q.astype(dtype), k.astype(dtype), scale, query_valid, key_valid)
 
-    def num_features(self, head_dim: int) -> int:
-        """L, whatever the width of a head."""
-        del head_dim
-        return self.directions.shape[-2]
 
-
-def concatenate(
-    families: tuple[Any, ...], q, k, *, scale=None, query_valid=None, key_valid=None
-) -> jax.Array:
+def concatenate(families: tuple[Any, ...], tokens: Tokens) -> jax.Array:
     """All features of ``families`` side by side, ``(..., N, F)``."""
-    columns = [
-        family(q, k, scale=scale, query_valid=query_valid, key_valid=key_valid)
-        for family in families
-    ]
+    columns = [_features(family, tokens) for family in families]
     return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=-1)
 
 
-def evaluate(
-    families: tuple[Any, ...], head: Any, q, k, *, scale=None, query_valid=None, key_valid=None
-) -> jax.Array:
+def evaluate(families: tuple[Any, ...], head: Any, tokens: Tokens) -> jax.Array:
     """``head`` on the features of ``families``: ``(..., N)``, up to a constant per problem.
 
     Under a linear head, families that can combine their features more cheaply do so.
     """
-    tokens = dict(scale=scale, query_valid=query_valid, key_valid=key_valid)
-    folds = [hasattr(family, "linear") for family in families]
-    if not any(folds) or not hasattr(head, "coefficients"):
-        return head(concatenate(families, q, k, **tokens))
-    widths = [family.num_features(q.shape[-1]) for family in families]
-    total, start = None, 0
-    if head.coefficients.shape[-1] != sum(widths):
-        return head(concatenate(families, q, k, **tokens))  # which names both shapes
-    for family, fold, width in zip(families, folds, widths, strict=True):
-        part = head.coefficients[..., start : start + width]
-        start += width
-        if fold:
-            value = family.linear(part, q, k, **tokens)
-        else:
-            value = type(head)(part)(family(q, k, **tokens))
-        total = value if total is None else total + value
-    return total
+    coefficients = getattr(head, "coefficients", None)
+    if coefficients is None or not any(hasattr(family, "linear") for family in families):
+        return head(concatenate(families, tokens))
+    widths = [family.num_features(tokens.own.shape[-1]) for family in families]
+    if coefficients.shape[-1] != sum(widths):
+        # The head raises an error that names both shapes.
+        return head(concatenate(families, tokens))
+    ends = itertools.accumulate(widths)
+    parts = [coefficients[..., end - n : end] for end, n in zip(ends, widths, strict=True)]
+    terms = [
+        family.linear(part, tokens)
+        if hasattr(family, "linear")
+        else type(head)(part)(_features(family, tokens))
+        for family, part in zip(families, parts, strict=True)
+    ]
+    return functools.reduce(operator.add, terms)
+
+
+def _features(family: Any, t: Tokens) -> jax.Array:
+    return family(t.own, t.other, scale=t.scale, query_valid=t.own_valid, key_valid=t.other_valid)

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.features.base import evaluate, register
-from asap_jax.scores import accumulation_dtype, resolve_scale, squared_norm
+from asap_jax.features.base import check_tokens, evaluate, register
+from asap_jax.problem import Tokens
+from asap_jax.scores import squared_norm
 
 NUM_FEATURES = 11
 _EXACT = jax.lax.Precision.HIGHEST
@@ -66,44 +67,32 @@ class Codebook:
         Raises:
           ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
         """
-        columns, valid = self._columns(q, k, scale, query_valid, key_valid)
+        columns, valid = self._columns(check_tokens(q, k, scale, query_valid, key_valid))
         x = jnp.stack(columns, axis=-1)
         return x - masks.token_mean(x, valid)
 
-    def linear(
-        self, coefficients, q, k, *, scale=None, query_valid=None, key_valid=None
-    ) -> jax.Array:
+    def linear(self, coefficients: jax.Array, tokens: Tokens) -> jax.Array:
         """The features under ``coefficients`` ``(11,)`` or ``(H, 11)``, up to a constant."""
-        columns, _ = self._columns(q, k, scale, query_valid, key_valid)
+        columns, _ = self._columns(tokens)
         w = checks.array("coefficients", coefficients).astype(columns[0].dtype)
         w = w.reshape((1,) * (columns[0].ndim - w.ndim) + w.shape)
         return sum(column * w[..., i, None] for i, column in enumerate(columns))
 
-    def _columns(self, q, k, scale, query_valid, key_valid):
+    def _columns(self, t: Tokens) -> tuple[list[jax.Array], jax.Array]:
         """The 11 features ``(..., N)``, not centred, and the own side's validity."""
-        q, k = checks.real_array("q", q), checks.real_array("k", k)
-        checks.heads_last_dim(q, k)
-        dtype = accumulation_dtype(q, k)
-        query_valid = checks.validity("query_valid", query_valid, q[..., 0])
-        key_valid = checks.validity("key_valid", key_valid, k[..., 0])
-        root = math.sqrt(resolve_scale(scale, q.shape[-1]))
-        k = masks.zero_inactive(k.astype(dtype), key_valid)
+        q, root = t.own, math.sqrt(t.scale)
+        query_valid = checks.validity("query_valid", t.own_valid, q[..., 0])
+        key_valid = checks.validity("key_valid", t.other_valid, t.other[..., 0])
+        k = masks.zero_inactive(t.other, key_valid)
         if not hasattr(self.inner, "features"):
-            raise TypeError(f"inner must be a Predictor, got {checks.told(self.inner)}")
-        h = evaluate(
-            self.inner.features,
-            self.inner.head,
-            k,
-            q,
-            scale=scale,
-            query_valid=key_valid,
-            key_valid=query_valid,
-        )
+            raise TypeError(f"inner must be a Predictor, got {checks.describe(self.inner)}")
+        other_side = Tokens(k, q, t.scale, key_valid, query_valid)
+        h = evaluate(self.inner.features, self.inner.head, other_side)
         common = masks.token_mean(k, key_valid)
-        x = root * (q.astype(dtype) - common)
+        x = root * (q - common)
         y = masks.zero_inactive(root * (k - common), key_valid)
-        own = root * (_centres("own", self.own, q).astype(dtype) - common)
-        other = root * (_centres("other", self.other, q).astype(dtype) - common)
+        own = root * (_centres("own", self.own, q).astype(q.dtype) - common)
+        other = root * (_centres("other", self.other, q).astype(q.dtype) - common)
         h = (masks.center(h, key_valid) - 0.5 * squared_norm(y)) / self.epsilon
         member = _members(y, other, key_valid)
         columns = [

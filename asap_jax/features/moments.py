@@ -13,9 +13,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, masks
-from asap_jax.features.base import register
-from asap_jax.scores import accumulation_dtype, resolve_scale
+from asap_jax import masks
+from asap_jax.features.base import check_tokens, register
+from asap_jax.problem import Tokens
 
 NUM_INVARIANT, NUM_ABSOLUTE = 6, 2
 
@@ -63,7 +63,7 @@ class Moments:
         Raises:
           ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
         """
-        t = _moments(q, k, scale, query_valid, key_valid)
+        t = _moments(check_tokens(q, k, scale, query_valid, key_valid))
         by_c = _product(t.u, t.c)
         along = lambda vector, rows=t.u: jnp.einsum(
             "...nd,...d->...n", rows, vector, precision=_EXACT
@@ -81,17 +81,15 @@ class Moments:
         x = jnp.concatenate([t.u, jnp.stack(columns, axis=-1)], axis=-1)
         return x - masks.token_mean(x, t.valid)
 
-    def linear(
-        self, coefficients, q, k, *, scale=None, query_valid=None, key_valid=None
-    ) -> jax.Array:
+    def linear(self, coefficients: jax.Array, tokens: Tokens) -> jax.Array:
         """The features under ``coefficients`` ``(F,)`` or ``(H, F)``: ``(..., N)``.
 
         One linear and one quadratic form per head, ``u.a + u'Bu``: three products of N d^2, and
         no feature is formed. Equal to the features' combination up to a constant per problem.
         """
-        t = _moments(q, k, scale, query_valid, key_valid)
-        w = checks.array("coefficients", coefficients).astype(t.u.dtype)
-        d = t.u.shape[-1]
+        t = _moments(tokens)
+        w = jnp.asarray(coefficients, t.centred.dtype)
+        d = t.centred.shape[-1]
         if w.ndim == 1:
             w = jnp.broadcast_to(w, (*t.delta.shape[:-1], w.shape[-1]))
         else:
@@ -139,46 +137,35 @@ class _Moments(NamedTuple):
         return self.root * self.centred
 
 
-def _moments(q, k, scale, query_valid, key_valid) -> _Moments:
-    q, k = checks.real_array("q", q), checks.real_array("k", k)
-    checks.heads_last_dim(q, k)
-    dtype = accumulation_dtype(q, k)
-    root = math.sqrt(resolve_scale(scale, q.shape[-1]))
-    query_valid = checks.optional_validity("query_valid", query_valid, q[..., 0])
-    key_valid = checks.optional_validity("key_valid", key_valid, k[..., 0])
-    q, k = q.astype(dtype), k.astype(dtype)
+def _moments(t: Tokens) -> _Moments:
+    root = math.sqrt(t.scale)
     # Relative to one of the tokens, means keep their float32 digits under any offset.
-    some = _first_valid(k, key_valid)
-    of_k, k = _centre(k, some, key_valid)
-    of_q, u = _centre(q, some, query_valid)
-    squeeze = lambda row: root * jnp.squeeze(row, -2)
-    covariance = lambda x, valid: root**2 * _covariance(masks.zero_inactive(x, valid), valid)
+    some = _first_valid(t.other, t.other_valid)
+    other_mean = masks.token_mean(t.other - some, t.other_valid)
+    own_mean = masks.token_mean(t.own - some, t.own_valid)
+    own = t.own - some - own_mean
+    own_active = masks.zero_inactive(own, t.own_valid)
+    other_active = masks.zero_inactive(t.other - some - other_mean, t.other_valid)
     return _Moments(
-        centred=u,
+        centred=own,
         root=root,
-        mean=squeeze(some + of_k),
-        delta=squeeze(of_q - of_k),
-        c=covariance(k, key_valid),
-        c_own=covariance(u, query_valid),
-        valid=query_valid,
+        mean=root * jnp.squeeze(some + other_mean, -2),
+        delta=root * jnp.squeeze(own_mean - other_mean, -2),
+        c=root**2 * _covariance(other_active, t.other_valid),
+        c_own=root**2 * _covariance(own_active, t.own_valid),
+        valid=t.own_valid,
     )
 
 
-def _first_valid(x, valid):
-    """The first valid token ``(..., 1, d)``, the first where none is."""
+def _first_valid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """The first valid token ``(..., 1, d)``; the first of all where none is valid."""
     if valid is None:
         return x[..., :1, :]
     index = jnp.argmax(jnp.broadcast_to(valid, x.shape[:-1]), -1)[..., None, None]
     return jnp.take_along_axis(x, index, -2)
 
 
-def _centre(x, origin, valid):
-    """Mean of the valid tokens relative to ``origin``, ``(..., 1, d)``, and ``x`` less the mean."""
-    mean = masks.token_mean(x - origin, valid)
-    return mean, x - origin - mean
-
-
-def _covariance(centred, valid):
+def _covariance(centred: jax.Array, valid: jax.Array | None) -> jax.Array:
     total = jnp.einsum("...nd,...ne->...de", centred, centred, precision=_EXACT)
     if valid is None:
         return total / centred.shape[-2]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from asap_jax import checks, masks
-from asap_jax.features import directions as slices
 from asap_jax.features import sorting
-from asap_jax.scores import accumulation_dtype, resolve_scale
+from asap_jax.features.base import check_tokens
+from asap_jax.features.directions import unit_rows
 
 OUTSIDE = ("extend", "zero")
 
@@ -165,8 +165,7 @@ def sliced_features(
 
     Arguments, result ``(..., N, L)`` and errors as ``sliced_potentials``.
     """
-    q, k = checks.real_array("q", q), checks.real_array("k", k)
-    checks.heads_last_dim(q, k)
+    q, k, scale, query_valid, key_valid = check_tokens(q, k, scale, query_valid, key_valid)
     directions = checks.real_array("directions", directions)
     if directions.ndim != 2 or directions.shape[-1] != q.shape[-1]:
         raise ValueError(
@@ -175,15 +174,13 @@ def sliced_features(
         )
     if q.shape[-2] == 0 or k.shape[-2] == 0:
         raise ValueError(f"q of shape {q.shape} and k of shape {k.shape} must hold a token")
-    dtype = accumulation_dtype(q, k)
-    q, k, directions = q.astype(dtype), k.astype(dtype), directions.astype(dtype)
     query_valid = checks.validity("query_valid", query_valid, q[..., 0])
     key_valid = checks.validity("key_valid", key_valid, k[..., 0])
 
     common = masks.token_mean(k, key_valid)
     k = masks.zero_inactive(k - common, key_valid)
     q = q - common
-    bank = math.sqrt(resolve_scale(scale, q.shape[-1])) * slices.unit_rows(directions)
+    bank = math.sqrt(scale) * unit_rows(directions.astype(q.dtype))
     project = functools.partial(jnp.einsum, "...nd,ld->...ln", precision=jax.lax.Precision.HIGHEST)
     over_slices = jax.vmap(function_1d, in_axes=(0, 0, None, None))
     every = jnp.vectorize(over_slices, signature="(l,n),(l,m),(n),(m)->(l,n)")

@@ -20,12 +20,12 @@ from asap_jax.attention import functions
 from asap_jax.features import Codebook, Moments, check_families, kmeans
 from asap_jax.fitting import finetune, targets
 from asap_jax.fitting.least_squares import RIDGE_SCALES, NormalEquations
-from asap_jax.predictor import corrections as chain
-from asap_jax.predictor import starting_dual
-from asap_jax.predictor.predictor import Correction, LinearHead, Predictor
+from asap_jax.predictor import Correction, LinearHead, Predictor
+from asap_jax.predictor import corrections as between
+from asap_jax.predictor.starting_dual import starting_scaling
 from asap_jax.records import Record
-from asap_jax.solvers import ctransform
-from asap_jax.solvers import log_domain as closing
+from asap_jax.solvers import log_domain
+from asap_jax.solvers.closures import OTHER
 from asap_jax.spec import PADDINGS, SinkhornSpec
 
 NUM_TOKENS = 8192  # tokens per head and side that a codebook is made from
@@ -158,9 +158,7 @@ def fit(
         side = spec.side_before_end(before_end)
         families = candidate.features
         if predictor is not None:
-            book = Codebook(
-                books[side], books[closing.OTHER[side]], predictor, epsilon=spec.epsilon
-            )
+            book = Codebook(books[side], books[OTHER[side]], predictor, epsilon=spec.epsilon)
             families = (*families, book)
         last = level == candidate.rounds
         damping = candidate.damping if last and num_closures == 1 else None
@@ -236,12 +234,11 @@ def correction_sums(
     the end.
     """
     p, spec = targets.problem(record), record.spec
-    kernel, target = closing.terms(p, spec)
-    scaling, side = starting_dual.predicted_scaling(predictor, p, spec)
-    log_target = target if side == "query" else jnp.zeros((), kernel.dtype)
-    scaling = ctransform.closure_step(kernel, scaling, closing.AXIS[side], log_target)
+    scaling, side = starting_scaling(predictor, p, spec)
+    log_target = p.log_key_target(spec.key_mass)
+    scaling = log_domain.half_step(p.log_kernel(spec.epsilon), scaling, side, log_target)
     y, side, _ = targets.target_dual(p, spec, before_end)
-    x, dual, valid = chain.design(families, p, spec, scaling, side)
+    x, dual, valid = between.design(families, p, spec, scaling, side)
     zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
     return zero.add(x, y - dual, targets.regression_rows(p, side, valid, rows))
 

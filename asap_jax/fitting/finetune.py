@@ -20,10 +20,11 @@ from jax.flatten_util import ravel_pytree
 
 from asap_jax.fitting import lbfgs
 from asap_jax.fitting import targets as calibrate
-from asap_jax.predictor import starting_dual
-from asap_jax.predictor.predictor import MLPHead, Predictor
+from asap_jax.predictor import MLPHead, Predictor
+from asap_jax.predictor.starting_dual import starting_scaling
 from asap_jax.records import Record
-from asap_jax.solvers import log_domain as closing
+from asap_jax.solvers import log_domain
+from asap_jax.solvers.closures import Closures
 
 PATIENCE = 10  # accepted steps without a better validation value
 VALIDATION = 4  # one record in so many validates
@@ -115,11 +116,9 @@ def tune(
 def plan_target(record: Record) -> PlanTarget:
     """The teacher's side of the divergence, of one record that is not stacked."""
     p, spec = calibrate.problem(record), record.spec
-    kernel, log_target = closing.terms(p, spec)
+    kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
     start = jnp.zeros_like(kernel[..., 0, :])
-    u, v = closing.alternate(
-        kernel, start, side="key", num_steps=spec.num_steps, log_target=log_target
-    )
+    u, v = log_domain.alternate(kernel, start, Closures("key", spec.num_steps), log_target)
     plan = jnp.exp(kernel + u[..., :, None] + v[..., None, :])
     return PlanTarget(u, v, plan.sum(-1), plan.sum(-2))
 
@@ -129,10 +128,10 @@ def plan_divergence(
 ) -> jax.Array:
     """Mean of ``KL(P || P_hat)``, plans of unit mass per query, over the problems of a record."""
     p, spec = calibrate.problem(record), record.spec
-    kernel, log_target = closing.terms(p, spec)
-    scaling, side = starting_dual.predicted_scaling(predictor, p, spec)
-    left = closures - len(predictor.corrections)
-    u, v = closing.alternate(kernel, scaling, side=side, num_steps=left, log_target=log_target)
+    kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
+    scaling, side = starting_scaling(predictor, p, spec)
+    left = Closures(side, closures - len(predictor.corrections))
+    u, v = log_domain.alternate(kernel, scaling, left, log_target)
     # One constant moves between u and v: taking it out keeps float32 digits.
     some = jnp.maximum(target.rows.sum(-1, keepdims=True), 1e-30)
     gauge = jnp.sum(target.rows * (target.u - u), -1, keepdims=True) / some

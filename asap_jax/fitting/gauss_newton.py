@@ -7,7 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from asap_jax.solvers import ctransform, log_domain
+from asap_jax.solvers import ctransform
+from asap_jax.solvers.closures import AXIS
 
 
 def gauss_newton(
@@ -29,7 +30,7 @@ def gauss_newton(
     Returns:
       ``z -> (1 - damping) H z + damping Diag(keep) z`` for z ``(..., N, F)``.
     """
-    a = ctransform.closure_weights(kernel, scaling, log_domain.AXIS[side], 0.0)
+    a = ctransform.closure_weights(kernel, scaling, AXIS[side], 0.0)
     if side == "key":
         a = jnp.swapaxes(a, -1, -2)
     mass = a.sum(-1)[..., None]

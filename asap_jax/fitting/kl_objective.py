@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.predictor.predictor import LinearHead
+from asap_jax.predictor import LinearHead
 from asap_jax.solvers import ctransform
 from asap_jax.spec import KEY_MASSES
 

@@ -12,17 +12,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, masks, metrics
+from asap_jax import checks, features, masks, metrics
 from asap_jax.attention import functions
 from asap_jax.fitting import gauss_newton, kl_objective
 from asap_jax.fitting.least_squares import NormalEquations
-from asap_jax.predictor.predictor import design_matrix, first_step, predict
-from asap_jax.problem import Problem, make_problem
+from asap_jax.predictor.corrections import cost_dual
+from asap_jax.predictor.predictor import first_step
+from asap_jax.predictor.starting_dual import predicted_dual
+from asap_jax.problem import Problem, Tokens, make_problem
 from asap_jax.records import CompiledState, Record
 from asap_jax.scores import query_shift
 from asap_jax.scores import scores as make_scores
-from asap_jax.solvers import ctransform
-from asap_jax.solvers import log_domain as closing
 from asap_jax.solvers.duals import sinkhorn_duals
 from asap_jax.spec import SinkhornSpec
 
@@ -36,9 +36,8 @@ def target_dual(p: Problem, spec: SinkhornSpec, target: str | int):
     """A dual of the teacher in cost coordinates, centred, and its side.
 
     ``target``: ``"source"`` (closure-ready), an int n (aligned, n half-steps before the end), or
-    ``"final_query"`` / ``"final_key"`` (the duals after the last steps). Dual and shift are
-    centred apart before they are added, which keeps float32 digits. Returns
-    ``(dual (..., N), side, validity)``; ``validity`` are the tokens with features.
+    ``"final_query"`` / ``"final_key"`` (the duals after the last steps). Returns the dual
+    ``(..., N)``, its side, and the tokens, that side first, that carry features.
     """
     before_end = target if isinstance(target, int) else None
     duals = sinkhorn_duals(p.scores, spec=spec, mask=p.mask, before_end=before_end)
@@ -47,10 +46,8 @@ def target_dual(p: Problem, spec: SinkhornSpec, target: str | int):
         "final_query": ("query", duals.query),
         "final_key": ("key", duals.key),
     }.get(target, (duals.aligned_side, duals.aligned))
-    validity = masks.feature_validity(p.validity, spec.padding)
-    valid = None if validity is None else getattr(validity, side)
-    shift = query_shift(p.q if side == "query" else p.k, scale=p.scale)
-    return masks.center(dual, valid) + masks.center(shift, valid), side, validity
+    tokens = p.tokens(side, spec.padding)
+    return cost_dual(tokens, spec, dual / spec.epsilon), side, tokens
 
 
 @functools.partial(jax.jit, static_argnames=("target", "baseline", "token_bias", "rows", "damping"))
@@ -73,20 +70,21 @@ def layer_sums(
 
     def sums(record):
         p = problem(record)
-        y, side, validity = target_dual(p, record.spec, target)
+        y, side, tokens = target_dual(p, record.spec, target)
         exact = y
-        x, valid = _design(families, side, p, validity)
+        x, valid = design(families, tokens)
         if baseline == "first_step":
-            y = y - masks.center(_first_step(p, record.spec, side), valid)
+            epsilon = record.spec.epsilon
+            first = first_step(p.scores, tokens, side, epsilon=epsilon, mask=p.mask)
+            y = y - masks.center(first, valid)
         if token_bias:
             x = jnp.concatenate([x, positions(valid).astype(x.dtype)], axis=-1)
         zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
         keep = regression_rows(p, side, valid, rows)
         if damping is None:
             return zero.add(x, y, keep)
-        shift = query_shift(p.q if side == "query" else p.k, scale=p.scale)
-        kernel = ctransform.log_kernel(p.scores, record.spec.epsilon, p.mask)
-        scaling = (exact - shift) / record.spec.epsilon
+        kernel = p.log_kernel(record.spec.epsilon)
+        scaling = (exact - tokens.shift()) / record.spec.epsilon
         weigh = gauss_newton.gauss_newton(kernel, scaling, side, damping, keep)
         return zero.add_weighted(x, y, weigh, keep)
 
@@ -128,20 +126,10 @@ def positions(valid: jax.Array) -> jax.Array:
     return jnp.swapaxes(masks.center(jnp.swapaxes(one_hot, -1, -2), valid[..., None, :]), -1, -2)
 
 
-def _design(families, side, p, validity):
-    return design_matrix(
-        families,
-        side,
-        p.q,
-        p.k,
-        scale=p.scale,
-        query_valid=None if validity is None else validity.query,
-        key_valid=None if validity is None else validity.key,
-    )
-
-
-def _first_step(p, spec, side):
-    return first_step(p.scores, side, p.q, p.k, scale=p.scale, epsilon=spec.epsilon, mask=p.mask)
+def design(families: tuple, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+    """Features ``(..., N, F)`` of the own tokens, and which of them are valid ``(..., N)``."""
+    x = features.concatenate(families, tokens)
+    return x, checks.validity("valid", tokens.own_valid, x[..., 0])
 
 
 @flax.struct.dataclass
@@ -165,13 +153,12 @@ class KLItem:
 def kl_item(record: Record, families) -> KLItem:
     """The KL item of an unstacked record, for the closure-ready source dual."""
     p = problem(record)
-    y, side, validity = target_dual(p, record.spec, "source")
-    x, _ = _design(families, side, p, validity)
+    y, _, tokens = target_dual(p, record.spec, "source")
+    x, _ = design(families, tokens)
     if p.validity is not None:
         x = masks.zero_inactive(x, p.validity.query)
         y = jnp.where(p.validity.query, y, jnp.zeros_like(y))
-    bias, _ = masks.as_bias(record.bias, p.score_shape)
-    return KLItem(p.q, p.k, bias, p.mask, x, y)
+    return KLItem(p.q, p.k, p.bias, p.mask, x, y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,9 +211,7 @@ def layer_fidelity(record: Record, state: CompiledState, *, budgets: tuple[int, 
         run = functools.partial(call, record)
         reference = run(functions.sinkhorn_attention, spec=spec)
         p = problem(record)
-        target = jnp.exp(
-            jnp.asarray(closing.log_key_target(spec.key_mass, p.mask, p.score_shape, p.q.dtype))
-        )
+        target = jnp.exp(p.log_key_target(spec.key_mass))
 
         def measure(operator):
             out, weights = operator
@@ -289,18 +274,9 @@ def _r_squared(p, spec, state, predictor):
     target = state.closures if isinstance(state.closures, int) else "source"
     if state.closures == "none":
         target, predictor = "final_query", predictor.query
-    y, _, validity = target_dual(p, spec, target)
-    dual = predict(
-        predictor,
-        p.q,
-        p.k,
-        scale=p.scale,
-        scores=p.scores,
-        epsilon=spec.epsilon,
-        mask=p.mask,
-        query_valid=None if validity is None else validity.query,
-        key_valid=None if validity is None else validity.key,
-    )
-    valid = None if validity is None else getattr(validity, predictor.side)
-    keep = lambda x: x if valid is None else jnp.where(valid, x, jnp.zeros_like(x))
-    return 1 - jnp.sum(jnp.square(keep(y - dual))) / jnp.sum(jnp.square(keep(y)))
+    spec = spec.with_padding(predictor.padding)
+    y, _, tokens = target_dual(p, spec, target)
+    dual = masks.center(predicted_dual(predictor, p, spec) + tokens.shift(), tokens.own_valid)
+    valid = checks.validity("valid", tokens.own_valid, y)
+    square = lambda x: jnp.sum(jnp.square(jnp.where(valid, x, jnp.zeros_like(x))))
+    return 1 - square(y - dual) / square(y)

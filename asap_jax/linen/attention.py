@@ -14,6 +14,7 @@ from flax.core.scope import union_filters
 
 from asap_jax import checks, records
 from asap_jax.attention import functions
+from asap_jax.attention.flax_call import Call, Result, attention_method
 from asap_jax.compiler import calibration as compiling
 from asap_jax.compiler.options import Options
 from asap_jax.fitting.candidates import Candidate
@@ -51,26 +52,8 @@ class SinkhornAttention(nn.Module):
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        *,
-        return_weights=False,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        broadcast_dropout=True,
-        deterministic=True,
-        dtype=None,
-        precision=None,
-        module=None,
-        is_causal=False,
-        qk_attn_weights_einsum=None,
-        attn_weights_value_einsum=None,
-    ):
+    @attention_method
+    def __call__(self, call: Call) -> Result:
         """Arguments and result as ``sinkhorn_attention``."""
         path = "/".join(self.path)
         if getattr(self.parent, "decode", False):
@@ -85,40 +68,19 @@ class SinkhornAttention(nn.Module):
                     raise ValueError(
                         records.SHARED_INSTANCE.format(path=path, old=f"collection {CAPTURE!r}")
                     )
-                record = Record.of(query, key, value, bias, mask, self.spec)
-                self.put_variable(CAPTURE, "record", record)
-                # Asked for by name; under mutable=True a training step goes on as it was.
-                deterministic = deterministic or self.scope.mutable is not True
+                self.put_variable(CAPTURE, "record", Record.of(*call.arrays, self.spec))
+                # Under mutable=True nobody asked to record: a training step keeps its dropout.
+                off = call.deterministic or self.scope.mutable is not True
+                call = call.replace(deterministic=off)
             records.note("recorded" if recording else "unrecorded", path)
-        options = dict(
-            spec=self.spec,
-            implementation=self.implementation,
-            return_weights=return_weights,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-            is_causal=is_causal,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
-        )
+        options = dict(spec=self.spec, implementation=self.implementation)
         if not self.has_variable(STATE, "state"):
-            return functions.sinkhorn_attention(query, key, value, bias, mask, **options)
+            return functions.sinkhorn_attention.core(call, **options)
         state = self.get_variable(STATE, "state")
         state.check(self.spec, path, SCAN_CURE)
         records.note("compiled", path)
-        return functions.asap_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            predictor=state.predictor,
-            closures=state.closures,
-            **options,
+        return functions.asap_attention.core(
+            call, predictor=state.predictor, closures=state.closures, **options
         )
 
 

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from asap_jax import checks
+from asap_jax.attention.flax_call import Call, Result, attention_method
 from asap_jax.baselines.diff import VECTORS, diff_attention
 from asap_jax.baselines.esp import esp_attention
 
@@ -33,54 +34,22 @@ class DiffAttention(nn.Module):
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        *,
-        return_weights=False,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        broadcast_dropout=True,
-        deterministic=True,
-        dtype=None,
-        precision=None,
-        module=None,
-        is_causal=False,
-        qk_attn_weights_einsum=None,
-        attn_weights_value_einsum=None,
-    ):
+    @attention_method
+    def __call__(self, call: Call) -> Result:
         """Arguments and result as ``diff_attention``."""
         param_dtype = checks.float_dtype("param_dtype", self.param_dtype)
         normal, ones = nn.initializers.normal(0.1), nn.initializers.ones_init()
-        query, value = checks.real_array("query", query), checks.real_array("value", value)
+        query = checks.real_array("query", call.query)
+        value = checks.real_array("value", call.value)
         width = query.shape[-1:]
         vectors = {name: self.param(name, normal, width, param_dtype) for name in VECTORS}
-        return diff_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
+        return diff_attention.core(
+            call,
             **vectors,
             depth=self.depth,
             norm_scale=self.param("scale", ones, (2 * value.shape[-1],), param_dtype),
             norm_epsilon=self.norm_epsilon,
             implementation=self.implementation,
-            return_weights=return_weights,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-            is_causal=is_causal,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
         )
 
 
@@ -108,39 +77,17 @@ class EspAttention(nn.Module):
     implementation: str = "auto"
 
     @nn.compact
+    @attention_method
     def __call__(
-        self,
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        *,
-        temperature=None,
-        inverse_temperature=None,
-        return_weights=False,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        broadcast_dropout=True,
-        deterministic=True,
-        dtype=None,
-        precision=None,
-        module=None,
-        is_causal=False,
-        qk_attn_weights_einsum=None,
-        attn_weights_value_einsum=None,
-    ):
+        self, call: Call, *, temperature: Any = None, inverse_temperature: Any = None
+    ) -> Result:
         """Arguments and result as ``esp_attention``; temperatures override the attributes."""
         if temperature is None:
             temperature = self.temperature
         if inverse_temperature is None:
             inverse_temperature = self.inverse_temperature
-        return esp_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
+        return esp_attention.core(
+            call,
             directions=self.directions,
             mode=self.mode,
             temperature=temperature,
@@ -148,15 +95,4 @@ class EspAttention(nn.Module):
             scale=self.scale,
             padding=self.padding,
             implementation=self.implementation,
-            return_weights=return_weights,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-            is_causal=is_causal,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
         )

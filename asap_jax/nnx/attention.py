@@ -10,6 +10,7 @@ from flax import linen, nnx
 
 from asap_jax import checks, records
 from asap_jax.attention import functions
+from asap_jax.attention.flax_call import Call, Result, attention_method
 from asap_jax.compiler import calibration as compiling
 from asap_jax.compiler.options import Options
 from asap_jax.fitting.candidates import Candidate
@@ -66,61 +67,22 @@ class SinkhornAttention(nnx.Module):
         self.implementation = implementation
         self.asap: AsapState | None = nnx.data(None)
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        *,
-        return_weights=False,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        broadcast_dropout=True,
-        deterministic=True,
-        dtype=None,
-        precision=None,
-        module=None,
-        is_causal=False,
-        qk_attn_weights_einsum=None,
-        attn_weights_value_einsum=None,
-    ):
+    @attention_method
+    def __call__(self, call: Call) -> Result:
         """Arguments and result as ``sinkhorn_attention``."""
         for slot in getattr(self, "__captures__", ()):
             if type(slot) is AsapCapture:
-                self._record(slot, Record.of(query, key, value, bias, mask, self.spec))
-                deterministic = True
-        options = dict(
-            spec=self.spec,
-            implementation=self.implementation,
-            return_weights=return_weights,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-            is_causal=is_causal,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
-        )
+                self._record(slot, Record.of(*call.arrays, self.spec))
+                call = call.replace(deterministic=True)
+        options = dict(spec=self.spec, implementation=self.implementation)
         if self.asap is None:
-            return functions.sinkhorn_attention(query, key, value, bias, mask, **options)
+            return functions.sinkhorn_attention.core(call, **options)
         state = self.asap.get_value()
         path = self.asap.get_metadata("path", "SinkhornAttention")
         state.check(self.spec, path, SCAN_CURE)
         records.note("compiled", path)
-        return functions.asap_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            predictor=state.predictor,
-            closures=state.closures,
-            **options,
+        return functions.asap_attention.core(
+            call, predictor=state.predictor, closures=state.closures, **options
         )
 
     def _record(self, slot: AsapCapture, record: Record) -> None:

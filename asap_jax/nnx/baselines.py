@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from asap_jax import checks
+from asap_jax.attention.flax_call import Call, Result, attention_method
 from asap_jax.baselines.diff import VECTORS, diff_attention
 from asap_jax.baselines.esp import esp_attention, scalar
 
@@ -47,49 +48,16 @@ class DiffAttention(nnx.Module):
         self.norm_epsilon = norm_epsilon
         self.implementation = implementation
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        *,
-        return_weights=False,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        broadcast_dropout=True,
-        deterministic=True,
-        dtype=None,
-        precision=None,
-        module=None,
-        is_causal=False,
-        qk_attn_weights_einsum=None,
-        attn_weights_value_einsum=None,
-    ):
+    @attention_method
+    def __call__(self, call: Call) -> Result:
         """Arguments and result as ``diff_attention``."""
-        return diff_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
+        return diff_attention.core(
+            call,
             **{name: getattr(self, name).get_value() for name in VECTORS},
             depth=self.depth,
             norm_scale=self.scale.get_value(),
             norm_epsilon=self.norm_epsilon,
             implementation=self.implementation,
-            return_weights=return_weights,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-            is_causal=is_causal,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
         )
 
 
@@ -135,33 +103,11 @@ class EspAttention(nnx.Module):
         self.padding = padding
         self.implementation = implementation
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        *,
-        return_weights=False,
-        dropout_rng=None,
-        dropout_rate=0.0,
-        broadcast_dropout=True,
-        deterministic=True,
-        dtype=None,
-        precision=None,
-        module=None,
-        is_causal=False,
-        qk_attn_weights_einsum=None,
-        attn_weights_value_einsum=None,
-    ):
+    @attention_method
+    def __call__(self, call: Call) -> Result:
         """Arguments and result as ``esp_attention``."""
-        return esp_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
+        return esp_attention.core(
+            call,
             directions=None if self.directions is None else self.directions.get_value(),
             mode=self.mode,
             temperature=self.temperature.get_value(),
@@ -169,17 +115,6 @@ class EspAttention(nnx.Module):
             scale=self.scale,
             padding=self.padding,
             implementation=self.implementation,
-            return_weights=return_weights,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-            is_causal=is_causal,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
         )
 
 

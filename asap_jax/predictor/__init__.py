@@ -1,1 +1,7 @@
 """The predicted dual: features under a head, and corrections between closures."""
+
+from asap_jax.predictor.corrections import Correction
+from asap_jax.predictor.heads import LinearHead, MLPHead
+from asap_jax.predictor.predictor import DualPair, Predictor, predict
+
+__all__ = ["Correction", "DualPair", "LinearHead", "MLPHead", "Predictor", "predict"]

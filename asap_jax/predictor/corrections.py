@@ -1,94 +1,102 @@
-"""Corrected closures: after a closure, a small correction of the dual before the next one."""
+"""Corrections: after a closure, a small change of its dual before the next closure."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, features, masks, problem
-from asap_jax.predictor.predictor import Correction, LinearHead
-from asap_jax.scores import query_shift
-from asap_jax.solvers import ctransform, log_domain
+from asap_jax import checks, features, masks
+from asap_jax.predictor.heads import LinearHead
+from asap_jax.problem import Problem, Tokens
+from asap_jax.solvers import log_domain
+from asap_jax.solvers.closures import OTHER
 from asap_jax.spec import SinkhornSpec
 
 
-def checked(corrections: tuple, num_steps: int) -> tuple:
-    """``corrections`` as they are.
+@flax.struct.dataclass
+class Correction:
+    """What is added to the dual that a closure gave, to bring it nearer to the teacher's.
 
-    Raises:
-      TypeError: another thing than a tuple of Corrections with linear heads.
-      ValueError: the last closure would be corrected too.
+    Attributes:
+      features: tuple of feature families of that side.
+      head: linear, on the closure's centred cost dual and then the features.
+    """
+
+    features: tuple[Any, ...]
+    head: Any
+
+
+def check_corrections(corrections: Any, num_closures: int) -> None:
+    """Raises TypeError or ValueError unless the corrections fit between ``num_closures``.
+
+    The last closure is never corrected: its marginal would no longer hold.
     """
     checks.instance("corrections", corrections, tuple, "a tuple of Corrections")
     for correction in corrections:
         checks.instance("corrections", correction, Correction, "a tuple of Corrections")
         features.check_families("features of corrections", correction.features)
         checks.instance("head of corrections", correction.head, LinearHead, "a LinearHead")
-    if len(corrections) >= max(num_steps, 1):
+    if len(corrections) >= max(num_closures, 1):
         raise ValueError(
-            f"{len(corrections)} correction(s) need more than {num_steps} closure(s): the last "
+            f"{len(corrections)} correction(s) need more than {num_closures} closure(s): the last "
             f"closure is never corrected, or its marginal would not hold"
         )
-    return corrections
 
 
 def advance(
     corrections: tuple[Correction, ...],
-    p: problem.Problem,
+    p: Problem,
     spec: SinkhornSpec,
     scaling: jax.Array,
     side: str,
 ) -> tuple[jax.Array, str]:
-    """One closure and its correction after another, from the log ``scaling`` of ``side``.
+    """Takes one closure for each correction and corrects it, from the log ``scaling`` of ``side``.
 
-    Returns the last corrected log scaling and its side, those given without ``corrections``.
+    Returns the last corrected log scaling and its side.
     """
-    if not corrections:
-        return scaling, side
-    kernel, log_target = log_domain.terms(p, spec)
+    kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
     for correction in corrections:
-        target = log_target if side == "query" else jnp.zeros((), kernel.dtype)
-        scaling = ctransform.closure_step(kernel, scaling, log_domain.AXIS[side], target)
-        side = log_domain.OTHER[side]
-        scaling = apply(correction, p, spec, scaling, side)
+        scaling = log_domain.half_step(kernel, scaling, side, log_target)
+        side = OTHER[side]
+        scaling = corrected(correction, p, spec, scaling, side)
     return scaling, side
 
 
-def apply(correction: Correction, p, spec, scaling: jax.Array, side: str) -> jax.Array:
+def corrected(
+    correction: Correction, p: Problem, spec: SinkhornSpec, scaling: jax.Array, side: str
+) -> jax.Array:
     """The corrected log scaling of ``side``; 0 at tokens that the closures leave out."""
-    t = _tokens(p, spec, scaling, side)
+    tokens = p.tokens(side, spec.padding)
     w = checks.array("coefficients", correction.head.coefficients)
-    first = LinearHead(w[..., :1])(t.dual[..., None])
-    rest = features.evaluate(
-        correction.features, LinearHead(w[..., 1:]), t.own, t.other, **t.settings
+    dual = cost_dual(tokens, spec, scaling)
+    change = LinearHead(w[..., :1])(dual[..., None]) + features.evaluate(
+        correction.features, LinearHead(w[..., 1:]), tokens
     )
-    moved = scaling + (first + rest).astype(scaling.dtype) / spec.epsilon
-    if p.validity is None:
-        return moved
-    return jnp.where(getattr(p.validity, side), moved, jnp.zeros_like(moved))
+    moved = scaling + change.astype(scaling.dtype) / spec.epsilon
+    return jnp.where(p.active(side), moved, jnp.zeros_like(moved))
 
 
-def design(families: tuple[Any, ...], p, spec, scaling: jax.Array, side: str):
+def design(
+    families: tuple[Any, ...], p: Problem, spec: SinkhornSpec, scaling: jax.Array, side: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What a correction is fitted on: ``(x (..., N, 1 + F), dual (..., N), valid (..., N))``.
 
     ``dual`` is the centred cost dual that the correction is added to.
     """
-    t = _tokens(p, spec, scaling, side)
-    x = features.concatenate(families, t.own, t.other, **t.settings)
-    valid = t.settings["query_valid"]
-    valid = jnp.ones_like(t.dual, bool) if valid is None else valid
-    return jnp.concatenate([t.dual[..., None], x], -1), t.dual, valid
+    tokens = p.tokens(side, spec.padding)
+    dual = cost_dual(tokens, spec, scaling)
+    x = features.concatenate(families, tokens)
+    valid = checks.validity("valid", tokens.own_valid, dual)
+    return jnp.concatenate([dual[..., None], x], -1), dual, valid
 
 
-class _tokens:
-    """Both sides' tokens, own first, and the centred cost dual of the own side."""
+def cost_dual(tokens: Tokens, spec: SinkhornSpec, scaling: jax.Array) -> jax.Array:
+    """The centred cost dual ``(..., N)`` of a log scaling of the own side.
 
-    def __init__(self, p: problem.Problem, spec: SinkhornSpec, scaling: jax.Array, side: str):
-        validity = masks.feature_validity(p.validity, spec.padding) or masks.Validity(None, None)
-        self.own, self.other = (p.q, p.k) if side == "query" else (p.k, p.q)
-        valid, other_valid = validity if side == "query" else validity[::-1]
-        self.settings = dict(scale=p.scale, query_valid=valid, key_valid=other_valid)
-        shift = query_shift(self.own, scale=p.scale)
-        self.dual = masks.center(spec.epsilon * scaling, valid) + masks.center(shift, valid)
+    Dual and shift are centred apart before they are added, which keeps float32 digits.
+    """
+    dual = masks.center(spec.epsilon * scaling, tokens.own_valid)
+    return dual + masks.center(tokens.shift(), tokens.own_valid)

@@ -12,87 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, features, masks
-from asap_jax.scores import query_shift
+from asap_jax.predictor.corrections import Correction, check_corrections
+from asap_jax.predictor.heads import LinearHead
+from asap_jax.problem import Tokens
 from asap_jax.solvers import ctransform
 from asap_jax.spec import PADDINGS
 
 SIDES = ("query", "key")
 BASELINES = ("none", "first_step")
-
-
-@flax.struct.dataclass
-class LinearHead:
-    """Linear map from features to a dual: coefficients ``(F,)`` shared, or ``(H, F)`` per head."""
-
-    coefficients: jax.Array
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``x (..., H, N, F)`` to ``(..., H, N)``."""
-        w = checks.array("coefficients", self.coefficients).astype(x.dtype)
-        if w.ndim not in (1, 2) or w.shape[-1] != x.shape[-1]:
-            raise ValueError(
-                f"coefficients of shape {w.shape} do not fit features of shape "
-                f"{x.shape}: expected ({x.shape[-1]},) or (heads, {x.shape[-1]})"
-            )
-        exact = jax.lax.Precision.HIGHEST
-        if w.ndim == 1:
-            return jnp.einsum("...nf,f->...n", x, w, precision=exact)
-        if x.ndim < 3 or x.shape[-3] != w.shape[0]:
-            raise ValueError(
-                f"coefficients of shape {w.shape} are for {w.shape[0]} heads, "
-                f"features of shape {x.shape} have another number"
-            )
-        return jnp.einsum("...hnf,hf->...hn", x, w, precision=exact)
-
-
-@flax.struct.dataclass
-class MLPHead:
-    """A linear head with a small hidden layer beside it: ``x.w + tanh(x W + b).o`` per head.
-
-    Attributes:
-      coefficients_in: ``(H, F)`` or ``(F,)``.
-      hidden: ``(H, F, K)`` or ``(F, K)``; bias, out: ``(H, K)`` or ``(K,)``.
-    """
-
-    coefficients_in: jax.Array
-    hidden: jax.Array
-    bias: jax.Array
-    out: jax.Array
-
-    @classmethod
-    def around(cls, linear: LinearHead, whitening: jax.Array, num_hidden: int, seed: int):
-        """The head that equals ``linear``, with hidden units on whitened features to be fitted.
-
-        ``whitening (..., F, F)``: features times it have unit covariance.
-        """
-        w = linear.coefficients
-        draw = jax.random.normal(jax.random.key(seed), (*w.shape, num_hidden), w.dtype)
-        hidden = jnp.einsum("...fg,...gk->...fk", whitening, draw) / w.shape[-1] ** 0.5
-        zero = jnp.zeros((*w.shape[:-1], num_hidden), w.dtype)
-        return cls(w, hidden, zero, zero)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``x (..., H, N, F)`` to ``(..., H, N)``."""
-        linear = LinearHead(self.coefficients_in)(x)
-        hidden, bias, out = (
-            checks.array(name, getattr(self, name)).astype(x.dtype)
-            for name in ("hidden", "bias", "out")
-        )
-        shape = jnp.shape(self.coefficients_in)
-        units = (*shape[:-1], *hidden.shape[-1:])
-        if hidden.shape != (*shape, *hidden.shape[-1:]) or not bias.shape == out.shape == units:
-            raise ValueError(
-                f"hidden of shape {hidden.shape}, bias of shape {bias.shape} and out of shape "
-                f"{out.shape} do not fit coefficients_in of shape {shape}"
-            )
-        heads = "" if bias.ndim == 1 else "h"
-        exact = jax.lax.Precision.HIGHEST
-        inside = jnp.einsum(f"...{heads}nf,{heads}fk->...{heads}nk", x, hidden, precision=exact)
-        bias = bias[..., None, :]
-        inside = jnp.tanh(inside + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape))
-        return linear + jnp.einsum(
-            f"...{heads}nk,{heads}k->...{heads}n", inside, out, precision=exact
-        )
 
 
 @flax.struct.dataclass(init=False)
@@ -143,7 +70,7 @@ class Predictor:
     ):
         if directions is not None:
             if not isinstance(features, (tuple, list)):
-                raise TypeError(f"features must be a tuple, got {checks.told(features)}")
+                raise TypeError(f"features must be a tuple, got {checks.describe(features)}")
             features = (_families.SlicedPotentials(directions), *features)
         if coefficients is not None:
             if head is not None:
@@ -179,25 +106,12 @@ _families = features
 def _as_tuple(name: str, value: Any, wanted: str) -> Any:
     """``value``, a list as a tuple.
 
-    Trees are rebuilt with any objects for their leaves, orbax's with texts: only what none would
-    hold is refused here, with a TypeError, and the rest where it is used.
+    Pytree tools rebuild this class with placeholder leaves (orbax uses strings), so only what can
+    never be a leaf is refused here, with a TypeError; ``predict`` checks the rest.
     """
     if isinstance(value, Correction) or callable(value):
-        raise TypeError(f"{name} must be a tuple of {wanted}, got {checks.told(value)}")
+        raise TypeError(f"{name} must be a tuple of {wanted}, got {checks.describe(value)}")
     return tuple(value) if isinstance(value, list) else value
-
-
-@flax.struct.dataclass
-class Correction:
-    """What is added to the dual that a closure gave, to bring it nearer to the teacher's.
-
-    Attributes:
-      features: tuple of feature families of that side.
-      head: linear, on the closure's centred cost dual and then the features.
-    """
-
-    features: tuple[Any, ...]
-    head: Any
 
 
 @flax.struct.dataclass
@@ -243,7 +157,31 @@ def predict(
       ValueError: shapes that do not fit, a missing head or features.
       TypeError: another thing than a Predictor, or parts of it of the wrong type.
     """
-    checks.instance("predictor", predictor, Predictor, "a Predictor")
+    check(predictor)
+    tokens = features.check_tokens(q, k, scale, query_valid, key_valid)
+    if predictor.side == "key":
+        tokens = tokens.swapped()
+    if predictor.baseline != "first_step":
+        return centred_dual(predictor, tokens)
+    if scores is None:
+        raise ValueError("baseline='first_step' needs scores")
+    scores = checks.real_array("scores", scores)
+    if scores.shape != (*q.shape[:-1], k.shape[-2]):
+        raise ValueError(
+            f"scores of shape {scores.shape} do not fit q of shape {q.shape} and k of shape "
+            f"{k.shape}"
+        )
+    first = first_step(scores, tokens, predictor.side, epsilon=epsilon, mask=mask)
+    return centred_dual(predictor, tokens, first)
+
+
+def check(predictor: Predictor, num_closures: int | None = None) -> None:
+    """Raises TypeError or ValueError unless ``predictor`` can be evaluated.
+
+    With ``num_closures`` also unless its corrections fit between that many closures.
+    """
+    if not isinstance(predictor, Predictor):
+        raise TypeError(f"predictor must be a Predictor, got {checks.describe(predictor)}")
     if not predictor.features or predictor.head is None:
         raise ValueError(
             "predictor needs at least one feature family and a head (for instance "
@@ -251,19 +189,18 @@ def predict(
         )
     features.check_families("features", predictor.features)
     if not callable(predictor.head):
-        raise TypeError(f"head must be callable on features, got {checks.told(predictor.head)}")
-    q, k = checks.real_array("q", q), checks.real_array("k", k)
-    checks.heads_last_dim(q, k)
-    own, other, valid, other_valid = own_side(predictor.side, q, k, query_valid, key_valid)
-    dual = features.evaluate(
-        predictor.features,
-        predictor.head,
-        own,
-        other,
-        scale=scale,
-        query_valid=valid,
-        key_valid=other_valid,
-    )
+        raise TypeError(f"head must be callable on features, got {checks.describe(predictor.head)}")
+    if num_closures is not None and predictor.corrections != ():
+        check_corrections(predictor.corrections, num_closures)
+
+
+def centred_dual(predictor: Predictor, tokens: Tokens, first: jax.Array | None = None) -> jax.Array:
+    """The dual of checked tokens, those of ``predictor.side`` first: ``(..., N)``.
+
+    Paper, eq. asap_source_prediction. ``first`` is the dual that the features correct, for
+    ``baseline="first_step"``.
+    """
+    dual = features.evaluate(predictor.features, predictor.head, tokens)
     if predictor.token_bias is not None:
         bias = checks.array("token_bias", predictor.token_bias).astype(dual.dtype)
         if bias.ndim not in (1, 2) or bias.shape != dual.shape[-bias.ndim :]:
@@ -271,47 +208,18 @@ def predict(
                 f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} tokens"
             )
         dual = dual + bias.reshape((1,) * (dual.ndim - bias.ndim) + bias.shape)
-    if predictor.baseline == "first_step":
-        if scores is None:
-            raise ValueError("baseline='first_step' needs scores")
-        scores = checks.real_array("scores", scores)
-        if scores.shape != (*q.shape[:-1], k.shape[-2]):
-            raise ValueError(
-                f"scores of shape {scores.shape} do not fit q of shape {q.shape} and k of shape "
-                f"{k.shape}"
-            )
-        dual = dual + first_step(
-            scores, predictor.side, q, k, scale=scale, epsilon=epsilon, mask=mask
-        )
-    return masks.center(dual, valid)
+    if first is not None:
+        dual = dual + first
+    return masks.center(dual, tokens.own_valid)
 
 
-def design_matrix(families, side: str, q, k, *, scale=None, query_valid=None, key_valid=None):
-    """Features for the dual of ``side`` and the validity of its tokens.
-
-    Returns ``(x (..., N, F), valid (..., N))``, with M for N on the key side.
-    """
-    own, other, valid, other_valid = own_side(side, q, k, query_valid, key_valid)
-    x = features.concatenate(
-        families, own, other, scale=scale, query_valid=valid, key_valid=other_valid
-    )
-    return x, checks.validity("valid", valid, x[..., 0])
-
-
-def own_side(side: str, q, k, query_valid, key_valid):
-    """``(own, other, own validity, other validity)``: tokens of ``side`` first; None is all."""
-    query_valid = checks.optional_validity("query_valid", query_valid, q[..., 0])
-    key_valid = checks.optional_validity("key_valid", key_valid, k[..., 0])
-    if side == "key":
-        return k, q, key_valid, query_valid
-    return q, k, query_valid, key_valid
-
-
-def first_step(scores, side: str, q, k, *, scale=None, epsilon=1.0, mask=None) -> jax.Array:
-    """The side's first half-step from the zero dual, cost coordinates: ``T(0) + shift``."""
+def first_step(
+    scores: jax.Array, tokens: Tokens, side: str, *, epsilon: float = 1.0, mask: Any = None
+) -> jax.Array:
+    """The first half-step of ``side`` from the zero dual, cost coordinates: ``T(0) + shift``."""
     if side == "query":
-        zero, transform, own = scores[..., 0, :], ctransform.query_ctransform, q
+        zero, transform = scores[..., 0, :], ctransform.query_ctransform
     else:
-        zero, transform, own = scores[..., 0], ctransform.key_ctransform, k
+        zero, transform = scores[..., 0], ctransform.key_ctransform
     dual = transform(scores, jnp.zeros_like(zero), epsilon=epsilon, mask=mask)
-    return dual + query_shift(own, scale=scale).astype(dual.dtype)
+    return dual + tokens.shift().astype(dual.dtype)

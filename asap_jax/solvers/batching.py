@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ ELEMENTS = {"cpu": 2**19}
 small problems too short for the cores, more leave the cache. Other backends do all at once."""
 
 
-def sizes(lead: tuple[int, ...], kernel_size: int, limit: int | None = None) -> tuple[int, ...]:
+def group_sizes(
+    lead: tuple[int, ...], kernel_size: int, limit: int | None = None
+) -> tuple[int, ...]:
     """How many problems of each leading axis are done at a time.
 
     Args:
@@ -31,9 +34,8 @@ def sizes(lead: tuple[int, ...], kernel_size: int, limit: int | None = None) -> 
     """
     if not all(isinstance(n, int) for n in (*lead, kernel_size)):
         return lead
-    if limit is None:
-        limit = ELEMENTS.get(jax.default_backend(), math.inf)
-    room, result = limit / max(kernel_size, 1), []
+    room = (limit or ELEMENTS.get(jax.default_backend(), math.inf)) / max(kernel_size, 1)
+    result = []
     for n in reversed(lead):
         fitting = [d for d in range(1, n + 1) if n % d == 0 and d <= max(room, 1)]
         size = n if n <= room else fitting[-1]
@@ -42,48 +44,44 @@ def sizes(lead: tuple[int, ...], kernel_size: int, limit: int | None = None) -> 
     return tuple(reversed(result))
 
 
-def over_problems(
-    function: Callable, arrays: tuple, lead: tuple[int, ...], step: tuple[int, ...]
+def map_groups(
+    function: Callable[..., jax.Array],
+    trees: tuple[Any, ...],
+    lead: tuple[int, ...],
+    step: tuple[int, ...],
 ) -> jax.Array:
-    """``function(*arrays)``, worked out ``step`` problems at a time.
+    """``function(*trees)``, computed ``step`` problems at a time.
 
     Args:
-      function: from arrays with leading axes ``step`` to one such array; pure.
-      arrays: each with leading axes ``lead``, or 1 where it is shared, or None.
+      function: from pytrees with leading axes ``step`` to one such array; pure. In reverse mode
+        it stores what it wants: wrap it in ``jax.checkpoint`` so that no kernel outlives its group.
+      trees: pytrees of arrays with leading axes ``lead``, or 1 where an array is shared.
       lead: the leading axes of the result.
-      step: what ``sizes`` gave.
-
-    In reverse mode each part is computed again, so that no kernel outlives its part.
+      step: from ``group_sizes``.
     """
-    return each(jax.checkpoint(function), arrays, lead, step)
-
-
-def each(
-    function: Callable, arrays: tuple, lead: tuple[int, ...], step: tuple[int, ...]
-) -> jax.Array:
-    """As ``over_problems``, but ``function`` decides itself what it keeps for reverse mode."""
-    cut = [i for i, (n, size) in enumerate(zip(lead, step, strict=True)) if size < n]
-    if not cut:
-        return function(*arrays)
-    axis = cut[0]
+    split = [i for i, (n, size) in enumerate(zip(lead, step, strict=True)) if size < n]
+    if not split:
+        return function(*trees)
+    axis = split[0]
     size, inner = step[axis], (*lead[:axis], step[axis], *lead[axis + 1 :])
-    mapped = [a is not None and a.shape[axis] != 1 for a in arrays]
+    leaves, structure = jax.tree.flatten(trees)
+    mapped = [a.shape[axis] != 1 for a in leaves]
 
-    # No axis of size 1 goes through the loop: XLA copies what is moved over one.
+    # XLA copies an array when an axis is moved across an axis of size 1, so none goes through.
     ones = axis if all(n == 1 for n in lead[:axis]) else 0
-    at, kept = axis - ones, (size,) if size > 1 else ()
+    at, own = axis - ones, (size,) if size > 1 else ()
 
-    def split(a):
-        shape = (*a.shape[ones:axis], lead[axis] // size, *kept, *a.shape[axis + 1 :])
+    def cut(a):
+        shape = (*a.shape[ones:axis], lead[axis] // size, *own, *a.shape[axis + 1 :])
         return jnp.moveaxis(a.reshape(shape), at, 0)
 
-    def part(slices):
+    def group(slices):
         slices = iter(slices)
         whole = lambda a: next(slices).reshape(*a.shape[:axis], size, *a.shape[axis + 1 :])
-        given = tuple(whole(a) if m else a for m, a in zip(mapped, arrays, strict=True))
-        out = each(function, given, inner, step)
-        return out.reshape(*out.shape[ones:axis], *kept, *out.shape[axis + 1 :])
+        parts = [whole(a) if m else a for m, a in zip(mapped, leaves, strict=True)]
+        out = map_groups(function, jax.tree.unflatten(structure, parts), inner, step)
+        return out.reshape(*out.shape[ones:axis], *own, *out.shape[axis + 1 :])
 
-    out = jax.lax.map(part, tuple(split(a) for m, a in zip(mapped, arrays, strict=True) if m))
+    out = jax.lax.map(group, tuple(cut(a) for m, a in zip(mapped, leaves, strict=True) if m))
     out = jnp.moveaxis(out, 0, at)
-    return out.reshape(*lead[: axis + 1], *out.shape[at + 1 + len(kept) :])
+    return out.reshape(*lead[: axis + 1], *out.shape[at + 1 + len(own) :])

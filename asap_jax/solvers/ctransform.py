@@ -6,10 +6,17 @@ scalings ``u = f / epsilon``, ``v = g / epsilon``. Slots with no allowed entry g
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
+
+
+def mixture(weights: jax.Array, values: jax.Array, precision: Any = None) -> jax.Array:
+    """``A @ values``: ``(..., N, M)`` and ``(..., M, d)`` to ``(..., N, d)``."""
+    return jnp.einsum("...nm,...md->...nd", weights, values, precision=precision)
 
 
 def log_kernel(scores: jax.Array, epsilon: float, mask: jax.Array | None) -> jax.Array:

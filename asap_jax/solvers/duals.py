@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, masks
 from asap_jax.solvers import ctransform, log_domain
+from asap_jax.solvers.closures import Closures
 from asap_jax.spec import SinkhornSpec
 
 
@@ -56,7 +57,8 @@ def sinkhorn_duals(
         raise ValueError(f"scores of shape {scores.shape} must be (..., N, M)")
     mask = masks.combine(masks.as_mask(mask, scores.shape), ~jnp.isneginf(scores))
     kernel = ctransform.log_kernel(scores, spec.epsilon, mask)
-    target = log_domain.log_key_target(spec.key_mass, mask, scores.shape, scores.dtype)
+    validity = masks.closure_validity(mask, scores.shape)
+    target = masks.log_key_target(spec.key_mass, validity, scores.shape, scores.dtype)
     num_steps = spec.num_steps
     if before_end is not None:
         before_end = checks.positive_int("before_end", before_end)
@@ -72,9 +74,8 @@ def sinkhorn_duals(
     dual, side = jnp.zeros_like(kernel[..., 0, :]), "key"
     pair = (jnp.zeros_like(kernel[..., :, 0]), dual)
     for stop in sorted({s for s in (source_step, aligned_step, num_steps) if s and s > 0}):
-        u, v = log_domain.alternate(
-            kernel, dual, side=side, num_steps=stop - done, log_target=target
-        )
+        closures = Closures(side, stop - done)
+        u, v = log_domain.alternate(kernel, dual, closures, target)
         side, done = ("query" if stop % 2 else "key"), stop
         dual = u if side == "query" else v
         duals[stop], pair = dual, (u, v)

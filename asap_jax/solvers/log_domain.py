@@ -1,7 +1,6 @@
-"""Alternating closures: from a dual on one side, n half-steps.
+"""Closures in the log domain: exact at any logits, the reference and the fallback of the others.
 
-Sinkhorn itself is this operator started at the key dual 0; the compiled layer is the same
-operator started at a predicted dual. Log scalings throughout (``u = f / epsilon``).
+Log scalings throughout (``u = f / epsilon``).
 """
 
 from __future__ import annotations
@@ -9,42 +8,51 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from asap_jax import masks
+from asap_jax.problem import Problem
 from asap_jax.solvers import ctransform
-
-AXIS = {"query": -2, "key": -1}  # the axis a closure *from* that side sums over
-OTHER = {"query": "key", "key": "query"}
+from asap_jax.solvers.closures import AXIS, OTHER, Closures
 
 
-def log_key_target(key_mass: str, mask: jax.Array | None, shape: tuple, dtype) -> jax.Array | float:
-    """Log of the column target: active queries / active keys, or 1 (design of ``key_mass``).
+def apply(
+    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, mix: bool
+) -> jax.Array:
+    """The weights ``(..., N, M)`` after the closures, or, with ``mix``, ``A v (..., N, d_v)``.
 
-    ``shape`` is that of the scores. The result is a scalar, or ``(..., 1)`` under a mask.
+    Args:
+      p: the problems.
+      start: log scaling of ``closures.side``, ``(..., N)`` or ``(..., M)``.
+      log_target: log column target, see ``Problem.log_key_target``; rows sum to 1.
+      closures: one or more.
+      mix: static; whether to return the product with the values.
     """
-    if key_mass == "unit":
-        return jnp.zeros((), dtype)
-    validity = masks.closure_validity(mask, shape)
-    if validity is None:
-        return jnp.log(jnp.asarray(shape[-2] / shape[-1], dtype))
-    count = lambda valid: jnp.maximum(valid.sum(-1, keepdims=True, dtype=dtype), 1)
-    return jnp.log(count(validity.query)) - jnp.log(count(validity.key))
+    weights = weights_after(p, start, log_target, closures)
+    return ctransform.mixture(weights, p.v, p.precision) if mix else weights
 
 
-def terms(p, spec) -> tuple[jax.Array, jax.Array]:
-    """Log kernel ``(..., N, M)`` and log column target of the Problem ``p`` under ``spec``."""
-    kernel = ctransform.log_kernel(p.scores, spec.epsilon, p.mask)
-    return kernel, log_key_target(spec.key_mass, p.mask, kernel.shape, kernel.dtype)
+def weights_after(
+    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures
+) -> jax.Array:
+    """Weights A ``(..., N, M)`` after one closure or more.
+
+    The last closure is taken in softmax form, exact on its own marginal.
+    """
+    kernel = p.log_kernel(closures.epsilon)
+    before_last = closures._replace(num_steps=closures.num_steps - 1)
+    u, v = alternate(kernel, start, before_last, log_target)
+    if (closures.side == "query") == (closures.num_steps % 2 == 1):
+        return ctransform.closure_weights(kernel, u, -2, log_target)
+    return ctransform.closure_weights(kernel, v, -1, 0.0)
 
 
 def alternate(
-    kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: int, log_target
+    kernel: jax.Array, start: jax.Array, closures: Closures, log_target: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs ``num_steps`` half-steps from ``scaling`` on ``side``.
+    """Runs ``closures.num_steps >= 0`` half-steps from ``start`` on ``closures.side``.
 
     Args:
       kernel: log kernel ``(..., N, M)``, -inf where masked.
-      scaling: log scaling of ``side``: ``(..., N)`` for ``"query"``, ``(..., M)`` for ``"key"``.
-      num_steps: static count >= 0, the first step on the other side.
+      start: log scaling ``(..., N)`` for side ``"query"``, ``(..., M)`` for ``"key"``.
+      closures: side and number of steps.
       log_target: log column target; the row target is 1.
 
     Returns:
@@ -52,15 +60,15 @@ def alternate(
 
     The loop body is rematerialised, so reverse mode keeps vectors, not matrices, per step.
     """
-    target = {"query": log_target, "key": jnp.zeros((), kernel.dtype)}
-    step = lambda x, at: ctransform.closure_step(kernel, x, AXIS[at], target[at])
+    side, num_steps = closures.side, closures.num_steps
+    step = lambda x, at: half_step(kernel, x, at, log_target)
 
     @jax.checkpoint
     def pair(near, far):
         far = step(near, side)
         return step(far, OTHER[side]), far
 
-    near, far = scaling, jnp.zeros_like(kernel[..., 0, :] if side == "query" else kernel[..., 0])
+    near, far = start, jnp.zeros_like(kernel[..., 0, :] if side == "query" else kernel[..., 0])
     if num_steps >= 2:
         near, far = jax.lax.fori_loop(0, num_steps // 2, lambda _, c: pair(*c), (near, far))
     if num_steps % 2:
@@ -68,15 +76,7 @@ def alternate(
     return (near, far) if side == "query" else (far, near)
 
 
-def finish(
-    kernel: jax.Array, scaling: jax.Array, *, side: str, num_steps: int, log_target
-) -> jax.Array:
-    """Weights A ``(..., N, M)`` after ``num_steps >= 1`` closures from ``scaling`` on ``side``.
-
-    The last closure is taken in softmax form, exact on its own marginal.
-    """
-    scalings = alternate(kernel, scaling, side=side, num_steps=num_steps - 1, log_target=log_target)
-    last = side if num_steps % 2 else OTHER[side]
-    start = scalings[0] if last == "query" else scalings[1]
-    target = log_target if last == "query" else 0.0
-    return ctransform.closure_weights(kernel, start, AXIS[last], target)
+def half_step(kernel: jax.Array, scaling: jax.Array, side: str, log_target: jax.Array) -> jax.Array:
+    """One closure from the log ``scaling`` of ``side`` to that of the other side."""
+    target = log_target if side == "query" else jnp.zeros((), kernel.dtype)
+    return ctransform.closure_step(kernel, scaling, AXIS[side], target)

@@ -5,19 +5,21 @@ exponentiated as it is. Elsewhere it is first divided by its largest entries alo
 along the other, so that every row and every column has an entry 1 and none is larger. What this
 form cannot represent (a sum outside ``FLOOR`` and ``CEILING``, where entries or derivatives lost to
 underflow could begin to matter, or a value that is not finite) is noticed, and the log domain takes
-over: ``plans.read`` chooses by ``lax.cond`` on scalars, and no wrong answer leaves.
+over, by ``lax.cond`` on scalars, so an untrusted result is never returned.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from asap_jax.problem import Problem
+from asap_jax.scores import largest_score
 from asap_jax.solvers import log_domain
-from asap_jax.solvers.kernel import Kernel
+from asap_jax.solvers.closures import AXIS, OTHER, Closures
 
 REACH = 32.0
 """Largest exponent of an entry that is taken as it is, start included: sums stay within limits."""
@@ -43,38 +45,59 @@ class Scaled(NamedTuple):
         """A ``(..., N, M)``."""
         return self.row[..., :, None] * self.matrix * self.column[..., None, :]
 
-    def mix(self, values: jax.Array, precision=None) -> jax.Array:
+    def mix(self, values: jax.Array, precision: Any = None) -> jax.Array:
         """``A @ values``: ``(..., M, d)`` to ``(..., N, d)``, without forming A."""
         values = self.column[..., None] * values
         mixed = jnp.einsum("...nm,...md->...nd", self.matrix, values, precision=precision)
         return self.row[..., None] * mixed
 
 
-def fits(kernel: Kernel, scaling: jax.Array, *, side: str) -> jax.Array:
-    """Whether the kernel under ``scaling`` on ``side`` can be exponentiated as it is; ``()``."""
-    low, high = _range(scaling, kernel.active()[side])
+def apply(
+    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, mix: bool
+) -> jax.Array:
+    """As ``log_domain.apply``, by matrix-vector products where they can be trusted."""
+
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def exponentiated(divided):
+        scaled = run(p, start, log_target, closures, divided=divided)
+        return scaled.mix(p.v, p.precision) if mix else scaled.weights(), scaled.ok
+
+    plain, divided = (functools.partial(exponentiated, how) for how in (False, True))
+    out, ok = jax.lax.cond(can_exponentiate(p, start, closures), plain, divided)
+    if closures.num_steps == 1:  # a single step can be trusted either way
+        return out
+    # The log kernel is made again there: stored for this branch, it would be a second large array.
+    log = jax.checkpoint(lambda: log_domain.apply(p, start, log_target, closures, mix=mix))
+    return jax.lax.cond(shared_across_vmap(ok), lambda: out, log)
+
+
+def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Array:
+    """Whether the kernel under ``start`` can be exponentiated as it is; ``()``."""
+    low, high = _range(start, p.active(closures.side))
     spread = jnp.max(jnp.where(low <= high, high - low, jnp.zeros_like(low)), initial=0)
-    return one_for_all(jax.lax.stop_gradient(kernel.reach() + spread / 2) <= REACH)
+    largest = largest_score(p.q, p.k, p.scale, p.bias) / closures.epsilon + spread / 2
+    return shared_across_vmap(jax.lax.stop_gradient(largest) <= REACH)
 
 
-def scale(
-    kernel: Kernel,
-    scaling: jax.Array,
+def run(
+    p: Problem,
+    start: jax.Array,
+    log_target: jax.Array,
+    closures: Closures,
     *,
-    side: str,
-    num_steps: int,
-    log_target,
     divided: bool = True,
 ) -> Scaled:
-    """``num_steps >= 1`` closures from the log scaling ``scaling`` on ``side``.
+    """The closures from ``start``; ``run(...).weights()`` is ``log_domain.weights_after``.
 
-    Arguments as ``closures.finish``, but for the kernel, which is not made yet; the result of that
-    is ``scale(...).weights()``. ``divided`` says whether peaks are divided out first; without that,
-    the kernel has to be one that ``fits``. A single step can be trusted either way.
+    ``divided`` says whether peaks are divided out first; without that, ``can_exponentiate`` must
+    hold.
     """
-    matrix, near = exponentiate(side, divided, kernel, scaling)
+    side, active = closures.side, {"query": p.active("query"), "key": p.active("key")}
+    start = _middle_taken_out(start, active[side])
+    matrix, near = exponentiate(side, divided, closures.epsilon, p.replace(v=None), start)
+    near = jnp.where(active[side], near, jnp.zeros_like(near))
     target = {"query": jnp.exp(log_target), "key": jnp.ones((), matrix.dtype)}
-    near, far, ok = _loop(side, num_steps, matrix, near, target, kernel.active())
+    near, far, ok = _loop(side, closures.num_steps, matrix, near, target, active)
     row, column = (near, far) if side == "query" else (far, near)
     return Scaled(matrix, row, column, jax.lax.stop_gradient(ok) > 0)
 
@@ -106,10 +129,10 @@ def _loop(side, num_steps, matrix, near, target, active):
 def _run(side, num_steps, matrix, near, target, active):
     """The loop, and the scalings before each half-step, stacked by pair of half-steps."""
     floor, ceiling = (jnp.asarray(x, matrix.dtype) for x in (FLOOR, CEILING))
-    other = log_domain.OTHER[side]
+    other = OTHER[side]
 
     def step(x, at):
-        total, alive = _total(matrix, x, at), active[log_domain.OTHER[at]]
+        total, alive = _total(matrix, x, at), active[OTHER[at]]
         safe = jnp.maximum(jnp.where(alive, total, jnp.ones_like(total)), floor)
         result = jnp.where(alive, target[at] / safe, jnp.zeros_like(total))
         return result, jnp.all(((total > floor) & (total < ceiling)) | ~alive)
@@ -140,7 +163,7 @@ def _loop_jvp(side, num_steps, primals, tangents):
     matrix, _, target, _ = primals
     d_matrix, d_near = tangents[:2]
     (out_near, out_far, ok), (nears, fars, afters) = _run(side, num_steps, *primals)
-    other = log_domain.OTHER[side]
+    other = OTHER[side]
     slope = lambda y, at: -y * (y / target[at])
     pushed_far = _totals(d_matrix, nears, side)
     pushed_near = _totals(d_matrix, fars, other)
@@ -160,46 +183,46 @@ def _loop_jvp(side, num_steps, primals, tangents):
     return (out_near, out_far, ok), (*state, jnp.zeros_like(ok))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def exponentiate(
-    side: str, divided: bool, kernel: Kernel, start: jax.Array
+    side: str, divided: bool, epsilon: float, p: Problem, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel under the log scaling ``start`` of ``side``, as ``(matrix, near)``.
 
     It is ``matrix_ij near_i`` (``near_j`` for ``side="key"``), up to factors of the other side and
-    one of the problem. ``matrix (..., N, M)``; ``near``, of the shape of ``start``, is 0 at
-    tokens without an entry.
+    one of the problem. ``matrix (..., N, M)``; ``near`` has the shape of ``start``.
     """
-    active = kernel.active()[side]
     if divided:
-        matrix, near = _peaks_divided_out(side, kernel.log(), start)
-    else:
-        low, high = _range(start, active)
-        middle = jnp.where(low <= high, (low + high) / 2, jnp.zeros_like(low))
-        matrix = jnp.exp(kernel.log())
-        near = jnp.exp(jnp.where(active, start - middle, jnp.zeros_like(start)))
-    return matrix, jnp.where(active, near, jnp.zeros_like(near))
+        return _peaks_divided_out(side, p.log_kernel(epsilon), start)
+    return jnp.exp(p.log_kernel(epsilon)), jnp.exp(start)
 
 
 @exponentiate.defjvp
-def _exponentiate_jvp(side, divided, primals, tangents):
+def _exponentiate_jvp(side, divided, epsilon, primals, tangents):
     """All of the start's tangent is in ``near``: factors of a side can be on either of the two."""
-    kernel, start = primals
-    matrix, near = exponentiate(side, divided, kernel, start)
-    _, d_log = jax.jvp(Kernel.log, (kernel,), tangents[:1])
+    p, start = primals
+    matrix, near = exponentiate(side, divided, epsilon, p, start)
+    _, d_log = jax.jvp(lambda p: p.log_kernel(epsilon), (p,), tangents[:1])
     return (matrix, near), (matrix * d_log, near * tangents[1])
 
 
-def _range(x, active):
+def _range(x: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Smallest and largest of the active ``x`` ``(..., n)``, axis kept; inf and -inf of none."""
-    of = lambda reduce, other: reduce(jnp.where(active, x, other), -1, keepdims=True)
-    return of(jnp.min, jnp.inf), of(jnp.max, -jnp.inf)
+    low = jnp.min(jnp.where(active, x, jnp.inf), -1, keepdims=True)
+    return low, jnp.max(jnp.where(active, x, -jnp.inf), -1, keepdims=True)
+
+
+def _middle_taken_out(start: jax.Array, active: jax.Array) -> jax.Array:
+    """``start`` less the middle of its range, which changes the plan by nothing; 0 if inactive."""
+    low, high = jax.lax.stop_gradient(_range(start, active))
+    middle = jnp.where(low <= high, (low + high) / 2, jnp.zeros_like(low))
+    return jnp.where(active, start - middle, jnp.zeros_like(start))
 
 
 def _peaks_divided_out(side: str, log_kernel: jax.Array, start: jax.Array):
     """As ``exponentiate``, with entries in 0..1 and a 1 in every row and column that has any."""
-    axis = log_domain.AXIS[side]
-    other = log_domain.AXIS[log_domain.OTHER[side]]
+    axis = AXIS[side]
+    other = AXIS[OTHER[side]]
     log_kernel = log_kernel + jnp.expand_dims(start, other)
     log_kernel = log_kernel - _peak(log_kernel, axis)
     second = _peak(log_kernel, other)
@@ -212,12 +235,12 @@ def _peak(x: jax.Array, axis: int) -> jax.Array:
 
 
 @jax.custom_batching.custom_vmap
-def one_for_all(ok: jax.Array) -> jax.Array:
+def shared_across_vmap(ok: jax.Array) -> jax.Array:
     """The same scalar bool; under ``vmap`` all examples share one answer, so one branch runs."""
     return ok
 
 
-@one_for_all.def_vmap
+@shared_across_vmap.def_vmap
 def _all(axis_size, batched, ok):
     del axis_size
     return (jnp.all(ok) if batched[0] else ok), False

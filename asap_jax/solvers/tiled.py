@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from asap_jax import masks
-from asap_jax.scores import scores as make_scores
+from asap_jax.problem import Problem
 from asap_jax.solvers import ctransform, matrix_scaling
+from asap_jax.solvers.closures import Closures
 
 BLOCK = 128
 """Query rows of a tile: 64 to 256 run equally fast on CPUs."""
@@ -27,18 +28,18 @@ class Tiles(NamedTuple):
     """One group of problems cut into blocks of query rows.
 
     Attributes:
-      scanned: arrays with a leading axis of tiles: queries ``(T, ..., B, d)``, and where they have
-        one row per query: start ``(T, ..., B)``, bias and mask ``(T, ..., B, M)``; else None.
-      shared: the same three, where they have none.
-      keys: ``(..., M, d)``.
-      settings: see ``plans.Settings``; precision: of the scores.
+      scanned: arrays with a leading axis of tiles: queries ``(T, ..., B, d)``, which rows are
+        queries ``(T, ..., B, 1)`` (None for all), and where they have one row per query: start
+        ``(T, ..., B)``, bias and mask ``(T, ..., B, M)``; else None.
+      shared: start, bias and mask, where they have no row per query; else None.
+      problem: the group; its keys serve every tile.
+      epsilon: entropic regularisation.
     """
 
     scanned: tuple
     shared: tuple
-    keys: jax.Array
-    settings: Any
-    precision: Any
+    problem: Problem
+    epsilon: float
 
     def sweep(self, function: Callable, carry):
         """``function(carry, log kernel of the tile)`` over all tiles, as in ``lax.scan``."""
@@ -49,31 +50,35 @@ class Tiles(NamedTuple):
 
         return jax.lax.scan(body, carry, self.scanned)
 
-    def _kernel(self, q, *own):
+    def without_start(self) -> Tiles:
+        """The tiles of the bare kernel."""
+        q, live, _, *rest = self.scanned
+        return self._replace(scanned=(q, live, None, *rest), shared=(None, *self.shared[1:]))
+
+    def _kernel(self, q, live, *own):
         start, bias, mask = (a if b is None else b for a, b in zip(self.shared, own, strict=True))
-        s = make_scores(
-            q, self.keys, scale=self.settings.scale, bias=bias, precision=self.precision
-        )
-        kernel = ctransform.log_kernel(s, self.settings.epsilon, mask)
+        mask = masks.combine(mask, live)
+        kernel = self.problem.replace(q=q, bias=bias, mask=mask).log_kernel(self.epsilon)
         return kernel if start is None else kernel + start[..., :, None]
 
 
-def cut(q, k, bias, mask, start, settings, precision, block: int = BLOCK) -> Tiles:
-    """The tiles; rows that fill the last one up are masked.
+def make_tiles(
+    p: Problem, start: jax.Array | None, closures: Closures, block: int = BLOCK
+) -> Tiles:
+    """The tiles; rows that fill up the last one are masked.
 
     ``start (..., N)`` is a log scaling of the query side, added to the kernel, or None.
     """
-    count = q.shape[-2]
+    count = p.q.shape[-2]
     size = min(block, count)
     short = -count % size
-    if short:
-        live = jnp.ones((1,) * (q.ndim - 2) + (count, 1), bool)  # filled up with False
-        mask = live if mask is None else mask & live
     rows = lambda a, at: None if a is None or a.shape[at] != count else _tiles(a, at, size, short)
-    given = ((start, -1), (bias, -2), (mask, -2))
-    own = tuple(rows(a, axis) for a, axis in given)
-    shared = tuple(a if b is None else None for (a, _), b in zip(given, own, strict=True))
-    return Tiles((_tiles(q, -2, size, short), *own), shared, k, settings, precision)
+    whole = ((start, -1), (p.bias, -2), (p.mask, -2))
+    own = tuple(rows(a, axis) for a, axis in whole)
+    shared = tuple(a if b is None else None for (a, _), b in zip(whole, own, strict=True))
+    # Apart from the mask, which may have no row per query: their product would be N x M.
+    live = jnp.ones((1,) * (p.q.ndim - 2) + (count, 1), bool) if short else None
+    return Tiles((rows(p.q, -2), rows(live, -2), *own), shared, p, closures.epsilon)
 
 
 def _tiles(a: jax.Array, axis: int, size: int, short: int) -> jax.Array:
@@ -83,48 +88,46 @@ def _tiles(a: jax.Array, axis: int, size: int, short: int) -> jax.Array:
     return jnp.moveaxis(a, axis, 0)
 
 
-def mix(
-    q, k, bias, mask, start, log_target, values, *, settings, precision, block: int = BLOCK
+def apply(
+    p: Problem,
+    start: jax.Array,
+    log_target: jax.Array,
+    closures: Closures,
+    *,
+    mix: bool,
+    block: int = BLOCK,
 ) -> jax.Array:
-    """``A @ values (..., N, d_v)`` of the plan after ``settings.num_steps`` closures.
-
-    Args:
-      q: ``(..., N, d)``; k: ``(..., M, d)``; values: ``(..., M, d_v)``.
-      bias, mask: broadcasting to ``(..., N, M)``, or None.
-      start: log scaling of ``settings.side``; log_target: log column target ``(..., 1)``.
-      settings, precision: as in ``plans``; precision of the scores and of the product.
-      block: rows of a tile.
-    """
-    own = start if settings.side == "query" else None
-    tiles = cut(q, k, bias, mask, own, settings, precision[0], block)
-    active = (
-        None if mask is None else masks.closure_validity(mask, (*q.shape[:-1], k.shape[-2])).key
-    )
-    first = jnp.zeros_like(k[..., 0]) + (0 if own is not None else start)
-    run = functools.partial(_run, tiles, first, log_target, values, active, precision[1])
+    """As ``log_domain.apply``, ``block`` rows at a time. Whole weights have no use for tiles."""
+    if not mix:
+        return matrix_scaling.apply(p, start, log_target, closures, mix=False)
+    own = start if closures.side == "query" else None
+    tiles = make_tiles(p, own, closures, block)
+    first = jnp.zeros_like(p.k[..., 0]) + (0 if own is not None else start)
+    run = functools.partial(_run, tiles, first, log_target, closures)
     out, ok = run(robust=False)
-    if settings.num_steps > (2 if own is not None else 1):
-        out = jax.lax.cond(
-            matrix_scaling.one_for_all(ok), lambda: out, jax.checkpoint(lambda: run(robust=True)[0])
-        )
+    if closures.num_steps > (2 if own is not None else 1):
+        robust = jax.checkpoint(lambda: run(robust=True)[0])
+        out = jax.lax.cond(matrix_scaling.shared_across_vmap(ok), lambda: out, robust)
     out = jnp.moveaxis(out, 0, -3)
     count = out.shape[-3] * out.shape[-2]
-    return out.reshape(*out.shape[:-3], count, out.shape[-1])[..., : q.shape[-2], :]
+    return out.reshape(*out.shape[:-3], count, out.shape[-1])[..., : p.q.shape[-2], :]
 
 
-def _run(tiles: Tiles, column, log_target, values, active, precision, *, robust: bool):
+def _run(tiles: Tiles, column, log_target, closures: Closures, *, robust: bool):
     """Output tiles ``(T, ..., B, d_v)`` and whether the column sums may be trusted."""
-    side, steps = tiles.settings.side, tiles.settings.num_steps
-    finish = functools.partial(_output, tiles, values, precision)
+    p, steps = tiles.problem, closures.num_steps
+    active = p.active("key")
     ok = jnp.all(jnp.isfinite(column))
-    if side == "query":
+    if closures.side == "query":
         column = log_target - _column_lse(tiles, lambda kernel: kernel, column)
         if steps == 1:
-            return finish(lambda kernel: (jnp.exp(kernel + column[..., None, :]), 1.0)), ok
+            closed = lambda kernel: (jnp.exp(kernel + column[..., None, :]), 1.0)
+            return _output(tiles, p.v, closed), ok
         steps -= 1
-        tiles = tiles._replace(scanned=(tiles.scanned[0], None, *tiles.scanned[2:]))
+        tiles = tiles.without_start()
 
-    @jax.checkpoint  # or the tiles' kernels, which no step changes, would be kept for all steps
+    # Without it reverse mode would save the tiles' kernels, which never change, at every step.
+    @jax.checkpoint
     def update(_, state):
         column, ok = state
         after, fine = _row_then_column(tiles, column, log_target, active, robust)
@@ -133,22 +136,21 @@ def _run(tiles: Tiles, column, log_target, values, active, precision, *, robust:
     column, ok = jax.lax.fori_loop(0, (steps - 1) // 2, update, (column, ok))
     rows_closed = lambda kernel: _row_closed(kernel, column)
     if steps % 2:
-        return finish(rows_closed), ok
+        return _output(tiles, p.v, rows_closed), ok
     last, fine = _row_then_column(tiles, column, log_target, active, robust)
     if robust:
-        closed = lambda kernel: jnp.exp(kernel + _row(kernel, column) + last[..., None, :])
-        return finish(lambda kernel: (closed(kernel), 1.0)), ok & fine
+        whole = lambda kernel: jnp.exp(kernel + _row(kernel, column) + last[..., None, :])
+        return _output(tiles, p.v, lambda kernel: (whole(kernel), 1.0)), ok & fine
     factor = jnp.exp(last - column)
-    return _output(tiles, factor[..., None] * values, precision, rows_closed), ok & fine
+    return _output(tiles, factor[..., None] * p.v, rows_closed), ok & fine
 
 
-def _output(tiles: Tiles, values, precision, closed: Callable) -> jax.Array:
+def _output(tiles: Tiles, values, closed: Callable) -> jax.Array:
     """Output tiles; ``closed(kernel)`` gives a matrix and what multiplies its rows."""
 
     def product(_, kernel):
         matrix, rows = closed(kernel)
-        out = jnp.einsum("...nm,...md->...nd", matrix, values, precision=precision)
-        return None, rows * out
+        return None, rows * ctransform.mixture(matrix, values, tiles.problem.precision)
 
     return tiles.sweep(product, None)[1]
 
@@ -176,9 +178,8 @@ def _row_then_column(tiles: Tiles, column, log_target, active, robust: bool):
         return sums + part, None
 
     sums, _ = tiles.sweep(add, jnp.zeros_like(column))
-    alive = jnp.ones_like(sums, bool) if active is None else active
-    ok = jnp.all((sums > matrix_scaling.FLOOR) | ~alive)
-    sums = jnp.maximum(jnp.where(alive, sums, jnp.ones_like(sums)), matrix_scaling.FLOOR)
+    ok = jnp.all((sums > matrix_scaling.FLOOR) | ~active)
+    sums = jnp.maximum(jnp.where(active, sums, jnp.ones_like(sums)), matrix_scaling.FLOOR)
     return column + log_target - jnp.log(sums), ok
 
 

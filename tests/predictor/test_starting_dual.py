@@ -1,4 +1,4 @@
-"""What a compiled layer starts from, worked out with the closures, a few problems at a time."""
+"""The dual that a compiled layer starts from, predicted a few problems at a time."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ import problems
 import pytest
 
 import asap_jax as aj
-from asap_jax.predictor.predictor import Correction, MLPHead
-from asap_jax.predictor.starting_dual import Prediction
+from asap_jax.predictor import Correction, MLPHead
+from asap_jax.predictor.starting_dual import DeferredStart
 from asap_jax.solvers import batching
 
 BATCH, HEADS, LENGTH, DIM = 4, 3, 6, 4
@@ -66,12 +66,14 @@ def test_parts_give_the_layer_and_its_gradient(rng, monkeypatch, kind, limit):
     mask = jnp.asarray(problems.token_padding([6, 4, 5, 3], LENGTH))
     bias = problems.normal(rng, 1, HEADS, 1, LENGTH)
     predictor = predictor_of(kind, rng)
-    arrays = Prediction.of(predictor, SPEC).arrays
+    arrays = DeferredStart.of(predictor, SPEC, 3).arrays
 
     def results():
         def layer(arrays, q, k, v, bias):
-            given = Prediction.of(predictor, SPEC).replace(arrays=arrays).predictor
-            return aj.asap_attention(q, k, v, bias, mask, predictor=given, spec=SPEC, closures=3)
+            predicting = DeferredStart.of(predictor, SPEC, 3).replace(arrays=arrays).predictor
+            return aj.asap_attention(
+                q, k, v, bias, mask, predictor=predicting, spec=SPEC, closures=3
+            )
 
         loss = lambda *args: jnp.sum(jnp.sin(layer(*args)))
         grad = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
@@ -110,9 +112,9 @@ def test_calls_outside_jit_trace_once(rng):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_predictor_comes_back_as_it_was(rng, kind):
     predictor = predictor_of(kind, rng).replace(statistics={"rows": jnp.ones(2)})
-    prediction = Prediction.of(predictor, SPEC)
-    hash(jax.tree.structure(prediction))
-    again, expected = prediction.predictor, predictor.replace(statistics=None)
+    start = DeferredStart.of(predictor, SPEC, 3)
+    hash(jax.tree.structure(start))
+    again, expected = start.predictor, predictor.replace(statistics=None)
     assert jax.tree.structure(again) == jax.tree.structure(expected)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (again, expected)), strict=True))
-    assert prediction.side == ("key" if kind == "corrected" else "query")
+    assert start.side == ("key" if kind == "corrected" else "query")

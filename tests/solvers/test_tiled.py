@@ -1,0 +1,75 @@
+"""Closures tile by tile: the dense answer in linear memory."""
+
+import functools
+
+import chex
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import asap_jax as aj
+from asap_jax.solvers import log_domain, tiled
+from asap_jax.solvers.closures import Closures
+
+
+@pytest.mark.parametrize(
+    ("size", "masked", "num_steps"),
+    [(1, False, 1), (1, False, 4), (300, True, 2), (300, True, 3), (300, True, 7)],
+)
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_tiles_give_the_dense_plan_and_its_gradient(rng, x64, side, num_steps, masked, size):
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 3, n, 4))) for n in (11, 7, 7))
+    q = q * size
+    bias = jnp.asarray(rng.normal(size=(1, 3, 1, 7)))
+    mask = jnp.asarray(rng.random((2, 1, 11, 7)) > 0.3) if masked else None
+    start = jnp.asarray(rng.normal(size=(2, 3, 11 if side == "query" else 7)))
+    target = jnp.full((1, 1, 1), np.log(11 / 7))
+    closures = Closures(side, num_steps)
+
+    def in_tiles(q, k, v, bias, start):
+        p = problems.problem(q, k, v=v, bias=bias, mask=mask, scale=0.5)
+        return tiled.apply(p, start, target, closures, mix=True, block=4)
+
+    def dense(q, k, v, bias, start):
+        p = problems.problem(q, k, v=v, bias=bias, mask=mask, scale=0.5)
+        return log_domain.apply(p, start, target, closures, mix=True)
+
+    def results(function):
+        loss = lambda *args: jnp.sum(jnp.sin(function(*args)))
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))(q, k, v, bias, start)
+
+    chex.assert_trees_all_close(results(in_tiles), results(dense), atol=1e-10)
+
+
+def test_tiles_notice_what_they_cannot_represent(rng):
+    """A key that no query likes: its column of the row-closed plan underflows."""
+    q, k, v = problems.attention_inputs(rng, queries=6, keys=6)
+    bias = jnp.zeros((1, 1, 1, 6)).at[..., 2].set(-120.0)
+    heads = lambda x: jnp.swapaxes(x, 1, 2)
+    p, closures = problems.problem(*map(heads, (q, k)), v=heads(v), bias=bias), Closures("key", 4)
+    p = p.replace(scale=0.5)
+    tiles = tiled.make_tiles(p, None, closures, 2)
+    start, target = jnp.zeros(heads(k).shape[:-1]), jnp.zeros((1, 1, 1))
+    assert not bool(tiled._run(tiles, start, target, closures, robust=False)[1])
+    outs = [
+        aj.sinkhorn_attention(q, k, v, bias, spec=aj.SinkhornSpec(4), implementation=name)
+        for name in ("streaming", "log")
+    ]
+    chex.assert_trees_all_close(*outs, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_of_tiles_does_not_grow_with_the_square_of_the_length():
+    def temporary(length, implementation):
+        like = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+        function = functools.partial(
+            aj.sinkhorn_attention, spec=aj.SinkhornSpec(3), implementation=implementation
+        )
+        loss = lambda *qkv: jnp.sum(function(*qkv))
+        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        return step.lower(like, like, like).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(8192, "streaming") < 0.05 * temporary(8192, "scaling")
+    assert temporary(8192, "streaming") < 3 * temporary(4096, "streaming")
