@@ -152,7 +152,7 @@ class AutomaticLayerFit(RecordsFit):
         chosen, slow = self._choose(scores, fit[0][0])
         if choice:  # the choice is final, so refit on the choice batches too
             (candidate,) = (c for c in self.fit.tries if c.name == chosen)
-            figures[chosen] = self._fit_stack(candidate, records, self.closures)
+            figures[chosen] = self._fit_stack(candidate, fit + choice, self.closures)
         common = dict(
             candidate=chosen,
             too_slow=tuple(slow),

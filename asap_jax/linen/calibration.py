@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 from flax.core.scope import union_filters
+from flax.linen.module import TestScope
 
 from asap_jax import checks, records
 from asap_jax.compiler import calibration as compiling
@@ -50,8 +51,8 @@ class Calibration(compiling.Calibration):
                 recorded = self._recorded(_plain(teacher), batch)
             except jax.errors.UnexpectedTracerError as error:
                 raise ValueError(
-                    f"forward is jitted inside: it must then pass mutable=[{CAPTURE!r}] and "
-                    f"return (output, state)"
+                    f"forward runs the whole model inside a transform (jax.jit, nn.remat): "
+                    f"it must then pass mutable=[{CAPTURE!r}] and return (output, state)"
                 ) from error
         if observer.unrecorded:
             raise ValueError(
@@ -143,12 +144,14 @@ def _plain(variables: Mapping) -> dict:
 
 
 def _apply(model, apply_kwargs):
-    """The default forward: ``model.apply`` on a batch, with a dropout rng for layers that need one."""
+    """The default forward: ``model.apply`` on a batch, recording, with an rng for dropout."""
     rngs = {"dropout": jax.random.key(0), **(apply_kwargs.pop("rngs", None) or {})}
+    mutable = union_filters(apply_kwargs.pop("mutable", False), CAPTURE)
 
     def run(variables, batch):
         args, kwargs = records.split_batch(batch)
-        return model.apply(variables, *args, rngs=rngs, **{**kwargs, **apply_kwargs})
+        settings = {**kwargs, **apply_kwargs}
+        return model.apply(variables, *args, rngs=rngs, mutable=mutable, **settings)
 
     return run
 
@@ -183,7 +186,7 @@ def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:
     def capture(next_function, args, kwargs, context):
         nonlocal running
         scope = context.module.scope
-        if running or scope is None:
+        if running or scope is None or isinstance(scope.root, TestScope):  # Flax tries setup there
             return next_function(*args, **kwargs)
         scopes = [scope]
         while scopes[-1].parent is not None:
