@@ -22,9 +22,6 @@ def describe(value: Any) -> str:
     return f"{name} {value!r:.60}" if plain else name
 
 
-told = describe
-
-
 def instance(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
     """Raises TypeError unless ``value`` is of ``kind``, in messages ``wanted``."""
     if not isinstance(value, kind):

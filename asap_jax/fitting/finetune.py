@@ -19,10 +19,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from asap_jax.fitting import lbfgs
-from asap_jax.fitting import targets as calibrate
 from asap_jax.predictor import MLPHead, Predictor
 from asap_jax.predictor.starting_dual import starting_scaling
-from asap_jax.records import Record
+from asap_jax.records import Record, problem
 from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import Closures
 
@@ -115,7 +114,7 @@ def tune(
 @jax.jit
 def plan_target(record: Record) -> PlanTarget:
     """The teacher's side of the divergence, of one record that is not stacked."""
-    p, spec = calibrate.problem(record), record.spec
+    p, spec = problem(record), record.spec
     kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
     start = jnp.zeros_like(kernel[..., 0, :])
     u, v = log_domain.alternate(kernel, start, Closures("key", spec.num_steps), log_target)
@@ -127,7 +126,7 @@ def plan_divergence(
     predictor: Predictor, record: Record, target: PlanTarget, *, closures: int
 ) -> jax.Array:
     """Mean of ``KL(P || P_hat)``, plans of unit mass per query, over the problems of a record."""
-    p, spec = calibrate.problem(record), record.spec
+    p, spec = problem(record), record.spec
     kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
     scaling, side = starting_scaling(predictor, p, spec)
     left = Closures(side, closures - len(predictor.corrections))

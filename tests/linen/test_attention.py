@@ -15,8 +15,9 @@ import asap_jax as aj
 
 SPEC = aj.SinkhornSpec(num_steps=4)
 BATCH, LENGTH, FEATURES, HEADS, DEPTH, SLICES = 3, 6, 8, 2, 3, 3
+PAPER = aj.PaperFit(num_slices=SLICES)
 COLLECTIONS = {"asap": 0, "asap_capture": 0}
-CURE = r"variable_axes=.*'asap': 0, 'asap_capture': 0"
+REMEDY = r"variable_axes=.*'asap': 0, 'asap_capture': 0"
 
 
 def attention(attention_fn=None, **settings):
@@ -136,7 +137,7 @@ def stacked(rng, kind):
 
 
 def compile_model(model, variables, batches, **settings):
-    return aj.linen.compile(model, variables, batches, num_slices=SLICES, **settings)
+    return aj.linen.compile(model, variables, batches, fit=PAPER, **settings)
 
 
 # ------------------------------------------------------------------------------- a drop-in layer
@@ -450,7 +451,7 @@ class SharedLayer(nn.Module):
 
 
 @pytest.mark.parametrize("model", [SharedAttribute(), SharedLayer()], ids=["instance", "layer"])
-def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
+def test_sharing_one_instance_is_an_error_with_the_remedy(rng, model):
     batches = data(rng)
     variables = initial(rng, model)
     model.apply(variables, batches[0])
@@ -463,16 +464,16 @@ def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
 @pytest.mark.parametrize("axes", [{}, {"asap": 0}, {"asap_capture": 0}], ids=str)
 @pytest.mark.parametrize("make", [Scan, functools.partial(Scan, outside=1), Ensemble],
                          ids=["scan", "scan after a plain layer", "vmap"])  # fmt: skip
-def test_a_transform_that_drops_a_collection_is_an_error_with_the_cure(rng, make, axes):
+def test_a_transform_that_drops_a_collection_is_an_error_with_the_remedy(rng, make, axes):
     batches = data(rng)
     model = make(axes=tuple(axes.items()))
     variables = initial(rng, model)
-    with pytest.raises(ValueError, match=CURE) as error:
+    with pytest.raises(ValueError, match=REMEDY) as error:
         compile_model(model, variables, batches)
     assert "'layers/SinkhornAttention_0'" in str(error.value)
 
 
-def test_the_cure_cures(rng):
+def test_naming_both_collections_compiles(rng):
     batches = data(rng)
     model = Scan(outside=1)
     variables = initial(rng, model)
@@ -498,7 +499,7 @@ def test_a_record_scanned_over_another_axis_is_an_error(rng):
         compile_model(model, variables, batches)
 
 
-def test_mapping_one_layer_over_examples_is_an_error_with_the_cure(rng):
+def test_mapping_one_layer_over_examples_is_an_error_with_the_remedy(rng):
     """Records then have an axis of examples, which is no axis of layers."""
 
     class OverExamples(nn.Module):

@@ -16,6 +16,7 @@ import asap_jax as aj
 
 SPEC = aj.SinkhornSpec(num_steps=4)
 BATCH, LENGTH, FEATURES, HEADS, DEPTH, SLICES = 3, 6, 8, 2, 3, 3
+PAPER = aj.PaperFit(num_slices=SLICES)
 State, Capture = aj.nnx.AsapState, aj.nnx.AsapCapture
 
 
@@ -152,7 +153,7 @@ def record(model, x):
 
 
 def compile_model(model, batches, **settings):
-    return aj.nnx.compile(model, batches, num_slices=SLICES, **settings)
+    return aj.nnx.compile(model, batches, fit=PAPER, **settings)
 
 
 # ------------------------------------------------------------------------------- a drop-in layer
@@ -511,7 +512,7 @@ def test_a_compiled_model_trains_only_its_parameters(rng):
     assert jnp.abs(grads["query"]["kernel"].get_value()).max() > 0
 
 
-def test_what_is_no_model_is_refused(rng):
+def test_other_objects_than_models_are_refused(rng):
     with pytest.raises(TypeError, match=r"model must be an nnx\.Module, got function"):
         aj.nnx.compile(lambda x: x, data(rng))
     with pytest.raises(ValueError, match="no SinkhornAttention layer ran"):
@@ -556,7 +557,7 @@ class SharedLayer(nnx.Module):
 
 
 @pytest.mark.parametrize("model", [SharedInstance, SharedLayer])
-def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
+def test_sharing_one_instance_is_an_error_with_the_remedy(rng, model):
     batches = data(rng)
     model = model()
     model(batches[0])
@@ -568,7 +569,7 @@ def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
 @pytest.mark.parametrize(
     "types", [(), (State,), (Capture,)], ids=["neither", "AsapState", "AsapCapture"]
 )
-def test_a_scan_that_drops_a_variable_type_is_an_error_with_the_cure(rng, types, outside):
+def test_a_scan_that_drops_a_variable_type_is_an_error_with_the_remedy(rng, types, outside):
     axes = nnx.StateAxes({nnx.Param: 0, **dict.fromkeys(types, 0), ...: None})
     model = Scan(Loop(), axes, outside=outside)
     batches = data(rng)
@@ -578,7 +579,7 @@ def test_a_scan_that_drops_a_variable_type_is_an_error_with_the_cure(rng, types,
     assert "layers/attention/attention_fn" in str(error.value)
 
 
-def test_the_cure_cures(rng):
+def test_slicing_both_variable_types_compiles(rng):
     model = Scan(Loop(), AXES, outside=True)
     result = compile_model(model, data(rng))
     assert list(result.states) == [

@@ -1,0 +1,177 @@
+"""How a linen model records while calibrating: ways to call it, and other threads beside it."""
+
+import threading
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from small_models import PAPER, SPEC, Model, compile_fit, data, teacher, variables_of
+
+import asap_jax as aj
+
+HEADS = 2
+
+
+def attention(**settings):
+    attend = aj.linen.SinkhornAttention(SPEC)
+    return nn.MultiHeadDotProductAttention(HEADS, attention_fn=attend, **settings)
+
+
+class Encoder(nn.Module):
+    """Layers made in setup, called by several methods."""
+
+    def setup(self):
+        self.first, self.second = attention(), attention()
+        self.scale = self.param("scale", nn.initializers.ones, (1, 1, 1))
+
+    def encode(self, x):
+        return x + self.first(x)
+
+    def decode(self, x):
+        return self.scale * x + self.second(x)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+
+class CompactThenMethod(nn.Module):
+    """A compact method, after which Flax rewinds the scope, and another one beside it."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + attention(name="attention")(x)
+
+    def halve(self, x):
+        return x / 2
+
+
+class Wrapped(nn.Module):
+    """A root method that calls a compact one."""
+
+    def __call__(self, x):
+        return self.body(x)
+
+    @nn.compact
+    def body(self, x):
+        return x + attention(name="attention")(x)
+
+
+WAYS = {
+    "a method by name": (Encoder(), "encode"),
+    "a function of several methods": (Encoder(), lambda m, x: m.decode(m.encode(x))),
+    "a function of a child": (Encoder(), lambda m, x: m.first(x)),
+    "a compact method and another": (CompactThenMethod(), lambda m, x: m.halve(m(x))),
+    "a method around a compact one": (Wrapped(), None),
+}
+
+
+@pytest.mark.parametrize("mutable", [False, "batch_stats", ["batch_stats"], True], ids=str)
+@pytest.mark.parametrize(("model", "method"), WAYS.values(), ids=WAYS)
+def test_layers_record_however_the_model_is_called(rng, model, method, mutable):
+    batches = data(rng)
+    variables = variables_of(model, rng)
+    settings = {} if method is None else {"method": method}
+    plain = model.apply(variables, batches[0], mutable=["asap_capture"], **settings)[1]
+    outputs = []
+
+    def forward(variables, x):
+        outputs.append(model.apply(variables, x, mutable=mutable, **settings))
+        return outputs[-1]
+
+    calibration = aj.linen.Calibration(model, forward=forward)
+    recorded = calibration.records(variables, batches[0])
+    expected = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(plain["asap_capture"]):
+        layer = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
+        expected.setdefault("/".join(layer[:-1]), []).append(leaf)
+    assert set(recorded) == set(expected) != set()
+    for path, leaves in expected.items():
+        chex.assert_trees_all_close(jax.tree.leaves(recorded[path]), leaves, atol=1e-6)
+    if mutable is not False and mutable is not True:  # what it did not ask for it does not get
+        assert "asap_capture" not in outputs[0][1]
+
+
+@pytest.mark.parametrize("transform", [nn.remat, nn.jit], ids=["remat", "jit"])
+def test_a_whole_model_may_be_transformed(rng, transform):
+    """A forward must then return the records itself, and an error says so."""
+    batches, model = data(rng), transform(Model)((SPEC,))
+    variables = variables_of(model, rng)
+    expected = compile_fit(batches, PAPER, Model((SPEC,)), variables)
+    forward = lambda v, x: model.apply(v, x, mutable=["asap_capture"])
+    for settings in ({}, {"forward": forward}):
+        result = compile_fit(batches, PAPER, model, variables, **settings)
+        chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"transform.*mutable=\['asap_capture'\]"):
+        compile_fit(batches, PAPER, model, variables, forward=model.apply)
+
+
+def test_a_bound_model_records(rng):
+    batches, (model, _) = data(rng), teacher()
+    forward = lambda variables, x: model.bind(variables)(x, train=False)
+    result = compile_fit(batches, PAPER, forward=forward)
+    expected = compile_fit(batches, PAPER, apply_kwargs={"train": False})
+    chex.assert_trees_all_equal(result.states, expected.states)
+
+
+def test_an_error_in_forward_leaves_nothing_behind(rng):
+    batches, (model, variables) = data(rng), teacher()
+
+    class Failing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            Model((SPEC,))(x)
+            raise RuntimeError("on purpose")
+
+    failing = Failing()
+    bound = failing.bind({"params": {"Model_0": variables_of(Model((SPEC,)), rng)["params"]}})
+    before = bound.scope.mutable
+    with pytest.raises(RuntimeError, match="on purpose"):
+        compile_fit(batches, PAPER, failing, {}, forward=lambda v, x: bound(x))
+    assert bound.scope.mutable == before
+    _, state = model.apply(variables, batches[0], mutable=["intermediates"])
+    assert "asap_capture" not in state
+
+
+def test_threads_train_while_others_calibrate(rng):
+    """Plain calls of other threads never record, and every calibration gets its own records."""
+    (x,), (model, variables) = data(rng, 1), teacher()
+    apply = nn.Module.apply
+    expected = jax.tree.leaves(aj.linen.Calibration(model).records(variables, x))
+    stop, faults = threading.Event(), []
+
+    def train():
+        loss = lambda v: jnp.sum(model.apply(v, x, train=False) ** 2)
+        while not stop.is_set():
+            _, state = model.apply(variables, x, mutable=["batch_stats"])
+            assert not state, f"a plain call recorded {list(state)}"
+            assert isinstance(model.apply(variables, x), jax.Array)
+            assert nn.Module.apply is apply
+            jax.eval_shape(jax.grad(loss), variables)
+
+    def calibrate():
+        for scale in (1.0, 2.0, 3.0):
+            records = aj.linen.Calibration(model).records(variables, scale * x)
+            (query, *_) = jax.tree.leaves(records)
+            assert len(jax.tree.leaves(records)) == len(expected)
+            if scale == 1.0:
+                chex.assert_trees_all_close(query, expected[0], atol=1e-6)
+
+    def guarded(work):
+        try:
+            work()
+        except BaseException as error:
+            faults.append(error)
+            stop.set()
+
+    trainers = [threading.Thread(target=guarded, args=(train,)) for _ in range(2)]
+    calibrators = [threading.Thread(target=guarded, args=(calibrate,)) for _ in range(3)]
+    for thread in trainers + calibrators:
+        thread.start()
+    for thread in calibrators:
+        thread.join()
+    stop.set()
+    for thread in trainers:
+        thread.join()
+    assert not faults, faults[0]
