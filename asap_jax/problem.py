@@ -116,8 +116,7 @@ def make_problem(
     """
     query, key, value = promote(query, key, value, dtype=dtype)
     key, value = match_heads(query, key, value)
-    inner = jnp.promote_types(query.dtype, jnp.float32)
-    q, k, v = [jnp.swapaxes(x, -2, -3).astype(inner) for x in (query, key, value)]
+    q, k, v = [jnp.swapaxes(checks.at_least_f32(x), -2, -3) for x in (query, key, value)]
     shape = (*q.shape[:-1], k.shape[-2])
     bias, mask = masks.split(bias, mask, shape)
     validity = masks.closure_validity(mask, shape)

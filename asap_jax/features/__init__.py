@@ -8,7 +8,14 @@ one file of its own (``asap_jax.features.base`` says what it has).
 
 from __future__ import annotations
 
-from asap_jax.features.base import FAMILIES, check_families, concatenate, evaluate, register
+from asap_jax.features.base import (
+    FAMILIES,
+    check_families,
+    check_tokens,
+    concatenate,
+    evaluate,
+    register,
+)
 from asap_jax.features.codebook import Codebook
 from asap_jax.features.moments import Moments
 from asap_jax.features.sliced import RankDisplacement, RawProjections, SlicedPotentials

@@ -98,12 +98,10 @@ def key_offset(record: Record) -> tuple[jax.Array, jax.Array]:
     def sums(record):
         p = problem(record)
         duals = sinkhorn_duals(p.scores, spec=record.spec, mask=p.mask)
-        validity = masks.feature_validity(p.validity, record.spec.padding)
-        q_valid, k_valid = (None, None) if validity is None else validity
-        f = duals.query + query_shift(p.q, scale=p.scale)
-        g = duals.key + query_shift(p.k, scale=p.scale)
-        g = g + masks.masked_mean(f, q_valid, -1)
-        keep = jnp.ones_like(g, bool) if k_valid is None else k_valid
+        keys = p.tokens("key", record.spec.padding)
+        f = duals.query + keys.swapped().shift()
+        g = duals.key + keys.shift() + masks.masked_mean(f, keys.other_valid, -1)
+        keep = checks.validity("valid", keys.own_valid, g)
         by_head = tuple(i for i in range(g.ndim) if i != g.ndim - 2)
         total = jnp.sum(jnp.where(keep, g, jnp.zeros_like(g)), axis=by_head)
         return total, jnp.sum(keep, axis=by_head, dtype=g.dtype)
