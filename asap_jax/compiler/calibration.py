@@ -94,14 +94,8 @@ class Calibration(abc.ABC):
         options = self.options
         for path, record in select(self.records(teacher, batch), options.layers).items():
             if path not in self.fits:
-                options.fit.check_teacher(path, record.spec, options.closures)
-                self.fits[path] = options.fit.layer_fit(
-                    path,
-                    record,
-                    closures=options.closures,
-                    seed=options.seed,
-                    holdout=options.holdout,
-                )
+                settings = options.fit, options.closures, options.seed, options.holdout
+                self.fits[path] = options.fit.layer_kind()(path, record, *settings)
             self.fits[path].add(record, where)
         self.num_batches += 1
         self.seconds += time.perf_counter() - start
