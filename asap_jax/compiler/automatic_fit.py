@@ -158,8 +158,8 @@ class AutomaticLayerFit(RecordsFit):
                         figures[candidate.name] = numbers
         if not figures:
             raise ValueError(
-                f"layer {self.path!r}: no candidate suits closures={self.closures}, what a "
-                f"teacher with num_steps={self.spec.num_steps} allows"
+                f"layer {self.path!r}: no candidate suits closures={self.closures}, all that "
+                f"a teacher with num_steps={self.spec.num_steps} allows"
             )
         return figures
 

@@ -176,7 +176,7 @@ class Calibration(abc.ABC):
         *,
         total: Callable[[Any], Any] | None = None,
     ) -> CompileResult:
-        """Adds ``batches``, but for the share held out, and finishes on that share.
+        """Adds ``batches`` except the share held out, and finishes on that share.
 
         Batches that are held out are held until the report. ``total`` adds up the sums of several
         processes, see ``reduce``.
@@ -277,7 +277,7 @@ def measure(
 
 
 def _natural(path: str) -> list:
-    """Sort key by which ``block_10`` follows ``block_9``."""
+    """Sort key that puts ``block_10`` after ``block_9``."""
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path)
     ]
@@ -287,7 +287,7 @@ def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
     """``batches`` as it is.
 
     Raises:
-      TypeError: one batch or another thing instead of an iterable of them, or a one-pass iterator
+      TypeError: one batch, or not an iterable of batches, or a one-pass iterator
         where the fit must go through the data again.
     """
     if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
