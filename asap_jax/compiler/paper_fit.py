@@ -7,17 +7,17 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from asap_jax import checks
 from asap_jax.attention import functions
-from asap_jax.compiler.fit import Again, Fit, LayerFit, Solved
+from asap_jax.compiler.fit import Again, Fit, LayerFit, Solved, check_finite
 from asap_jax.features import FAMILIES, check_families, directions
 from asap_jax.fitting import kl_data, kl_search, targets
-from asap_jax.fitting.least_squares import RIDGE_SCALES, ROWS, NormalEquations, Regression
+from asap_jax.fitting.least_squares import NormalEquations, Regression
 from asap_jax.predictor import DualPair, LinearHead, Predictor
 from asap_jax.predictor.predictor import BASELINES
 from asap_jax.records import Record, unstack
@@ -61,6 +61,8 @@ class PaperFit(Fit):
       ValueError, TypeError: a setting that is unknown, out of range or does not go with another.
     """
 
+    default_closures: ClassVar[str] = "two_sided"
+
     objective: str = "ls"
     num_slices: int = 32
     ridge: float = 1e-3
@@ -80,8 +82,7 @@ class PaperFit(Fit):
         set_field = lambda name, value: object.__setattr__(self, name, value)
         checks.one_of("objective", self.objective, OBJECTIVES)
         checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
-        checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
-        checks.one_of("rows", self.rows, ROWS)
+        _ = self.regression  # which checks its settings
         if self.padding is not None:
             checks.one_of("padding", self.padding, PADDINGS)
         checks.one_of("weighting", self.weighting, WEIGHTINGS)
@@ -93,7 +94,6 @@ class PaperFit(Fit):
         checks.static_bool("in_memory", self.in_memory)
         checks.static_bool("token_bias", self.token_bias)
         checks.positive_int("num_slices", self.num_slices)
-        set_field("ridge", checks.non_negative_float("ridge", self.ridge))
         if not isinstance(self.features, str):
             set_field("features", checks.items("features", self.features))
         if not self.features:
@@ -126,9 +126,10 @@ class PaperFit(Fit):
                 )
 
     @property
-    def default_closures(self) -> str:
-        """ASAP."""
-        return "two_sided"
+    def regression(self) -> Regression:
+        """What all its least-squares fits share."""
+        per_head = self.coefficients == "per_head"
+        return Regression(self.rows, per_head, self.ridge, self.ridge_scale)
 
     @property
     def families(self) -> tuple[Any, ...]:
@@ -156,18 +157,9 @@ class PaperFit(Fit):
         if closures == "none" and (self.token_bias or self.baseline != "none"):
             raise ValueError("closures='none' goes with baseline='none' and token_bias=False")
 
-    def layer_fit(
-        self,
-        path: str,
-        record: Record,
-        *,
-        closures: str | int | None,
-        seed: int = 0,
-        holdout: float = 0.2,
-    ) -> PaperLayerFit:
-        """The fit of the layer at ``path``."""
-        del holdout  # nothing is chosen
-        return PaperLayerFit(path, record, self.closures_of(record.spec, closures), self, seed)
+    def layer_kind(self) -> type[PaperLayerFit]:
+        """Sums of the layer, and what the KL objective needs."""
+        return PaperLayerFit
 
     def solve(self, layers: Mapping[str, PaperLayerFit], again: Again) -> dict[str, Solved]:
         """Solves every layer, on the sums over all of them for shared coefficients."""
@@ -195,18 +187,16 @@ class PaperLayerFit(LayerFit):
     shared: list[NormalEquations] | None = None
     stream: Callable[[], Iterator[Record]] | None = None
 
-    def __init__(self, path: str, record: Record, closures: str | int, fit: PaperFit, seed: int):
-        super().__init__(path, record, closures)
-        self.fit = fit
-        per_head = fit.coefficients == "per_head"
-        self.regression = Regression(fit.rows, per_head, fit.ridge, fit.ridge_scale)
+    def __init__(self, path: str, record: Record, fit: PaperFit, *settings: Any):
+        super().__init__(path, record, fit, *settings)
+        closures = self.closures
         self.targets: tuple[str | int, ...] = (closures,)
         if isinstance(closures, str):
             self.targets = ("final_query", "final_key") if closures == "none" else ("source",)
         # The paper's bank of slices is the same for every layer.
         settings = dict(num_slices=fit.num_slices, slice_kind=fit.slice_kind)
         create = lambda name: FAMILIES[name].create(
-            jax.random.key(seed), record.query.shape[-1], **settings
+            jax.random.key(self.seed), record.query.shape[-1], **settings
         )
         self.families = tuple(create(f) if isinstance(f, str) else f for f in fit.families)
         self.head_dim = record.query.shape[-1]
@@ -228,7 +218,7 @@ class PaperLayerFit(LayerFit):
             targets.layer_sums(record, self.families, target=target, **settings)
             for target in self.targets
         ]
-        self.check_finite(new, record, where)
+        check_finite(new, record, self.path, where)
         if self.sums and self.sums[0].moment.shape != new[0].moment.shape:
             raise ValueError(
                 f"{where} has queries of shape {record.query.shape} at layer {self.path!r}: "
@@ -259,8 +249,8 @@ class PaperLayerFit(LayerFit):
     def solve_one(self, index: int) -> tuple[Predictor | DualPair, dict[str, Any]]:
         """The predictor of layer ``index``, a DualPair for closures ``"none"``, and figures."""
         heads, figures = [], {}
-        for sums in self.shared or [self._layer(sums, index) for sums in self.sums]:
-            sums, coefficients, new = self.regression.solve(sums)
+        for sums in self.shared or [self.layer(sums, index) for sums in self.sums]:
+            sums, coefficients, new = self.fit.regression.solve(sums)
             figures = figures or new
             if self.fit.objective == "kl":
                 result = self._kl(index, sums)
@@ -278,7 +268,7 @@ class PaperLayerFit(LayerFit):
                 predictor(LinearHead(head), side=side)
                 for head, side in zip(heads, ("query", "key"), strict=True)
             )
-            total, count = (x.sum(-1) for x in self._layer(self.offset, index))
+            total, count = (x.sum(-1) for x in self.layer(self.offset, index))
             return DualPair(query, key, total / jnp.maximum(count, jnp.ones_like(count))), figures
         (head,), bias = heads, None
         if self.fit.token_bias:
@@ -288,11 +278,6 @@ class PaperLayerFit(LayerFit):
         side = "query" if source else self.spec.side_before_end(self.closures)
         baseline = self.fit.baseline
         return predictor(LinearHead(head), token_bias=bias, side=side, baseline=baseline), figures
-
-    def _layer(self, sums: Any, index: int) -> Any:
-        """The sums of one layer of the stack."""
-        depth = len(self.stack)
-        return jax.tree.map(lambda x: x.reshape(self.depth, *x.shape[depth:])[index], sums)
 
     def _kl(self, index: int, sums: NormalEquations) -> kl_search.KLFit:
         held = self.items[index]

@@ -202,12 +202,20 @@ class Regression:
       rows: ``"active"`` tokens, or ``"all"`` that take part in the closures.
       per_head: one coefficient vector a head, or one for all heads.
       ridge, ridge_scale: see ``NormalEquations.solve``.
+
+    Raises:
+      ValueError, TypeError: a setting that is unknown, out of range or of the wrong type.
     """
 
     rows: str
     per_head: bool
     ridge: float
     ridge_scale: str
+
+    def __post_init__(self):
+        checks.one_of("rows", self.rows, ROWS)
+        checks.non_negative_float("ridge", self.ridge)
+        checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
 
     def solve(self, sums: NormalEquations) -> tuple[NormalEquations, jax.Array, dict[str, float]]:
         """The sums as they were solved, the coefficients, and figures of the fit.

@@ -23,7 +23,7 @@ from asap_jax.records import CompiledState, Record
 class Calibration(compiling.Calibration):
     """Calibration of a linen model, also while it still trains.
 
-    ``add(variables, batch)`` as often as wanted, then ``finish(variables, report_batches)``;
+    ``add(variables, batch)`` as often as needed, then ``finish(variables, report_batches)``;
     ``compile`` does both. Layers accumulated while the teacher trains are fitted to the sequence
     of its states.
     """
@@ -179,7 +179,7 @@ def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:
 
     The collection is mutable while an outermost method runs (``setup``, then ``__call__``, or
     several under ``method=``). Flax gives each ``apply`` variables of its own, by whose identity
-    the outermost methods of one pass are put together; they are held, so that no id is reused.
+    the outermost methods of one pass are put together; they are held so that no id is used twice.
     """
     running = False
 

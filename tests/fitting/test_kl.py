@@ -639,15 +639,15 @@ def compiled(net, variables, batches, **settings):
 
 @pytest.fixture(scope="module")
 def in_memory(small):
-    """What compiling in memory gives, by how coefficients are kept."""
-    return {kept: compiled(*small, coefficients=kept) for kept in ("pooled", "per_head")}
+    """What compiling in memory gives, pooled and per head."""
+    return {sharing: compiled(*small, coefficients=sharing) for sharing in ("pooled", "per_head")}
 
 
-@pytest.mark.parametrize("kept", ["pooled", "per_head"])
-def test_compiling_in_and_out_of_memory_give_the_same_coefficients(small, in_memory, kept):
-    memory, figures = in_memory[kept]
-    stream, again = compiled(*small, coefficients=kept, in_memory=False)
-    chex.assert_shape(memory, (6,) if kept == "pooled" else (HEADS, 6))
+@pytest.mark.parametrize("sharing", ["pooled", "per_head"])
+def test_compiling_in_and_out_of_memory_give_the_same_coefficients(small, in_memory, sharing):
+    memory, figures = in_memory[sharing]
+    stream, again = compiled(*small, coefficients=sharing, in_memory=False)
+    chex.assert_shape(memory, (6,) if sharing == "pooled" else (HEADS, 6))
     chex.assert_trees_all_close(memory, stream, atol=1e-5, rtol=0)
     assert figures["kl_converged"]
     assert again["kl_converged"]

@@ -1,5 +1,6 @@
-"""How a linen model records while calibrating: ways to call it, and other threads beside it."""
+"""Compiling linen models: under transforms, called in several ways, beside other threads."""
 
+import functools
 import threading
 
 import chex
@@ -7,16 +8,24 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from small_models import PAPER, SPEC, Model, compile_fit, data, teacher, variables_of
+from linen_models import (
+    DEPTH,
+    PAPER,
+    REMEDY,
+    SPEC,
+    Block,
+    Ensemble,
+    Loop,
+    Scan,
+    attention,
+    compile_model,
+    data,
+    initial,
+    stacked,
+)
+from small_models import Model, compile_fit, teacher, variables_of
 
 import asap_jax as aj
-
-HEADS = 2
-
-
-def attention(**settings):
-    attend = aj.linen.SinkhornAttention(SPEC)
-    return nn.MultiHeadDotProductAttention(HEADS, attention_fn=attend, **settings)
 
 
 class Encoder(nn.Module):
@@ -175,3 +184,136 @@ def test_threads_train_while_others_calibrate(rng):
     for thread in trainers:
         thread.join()
     assert not faults, faults[0]
+
+
+# ------------------------------------------------------------------------------ under transforms
+
+
+def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng):
+    stack, stack_variables, loop, loop_variables = stacked(rng, "scan")
+    batches = data(rng)
+    together = compile_model(stack, stack_variables, batches)
+    single = compile_model(loop, loop_variables, batches)
+    path = "layers/SinkhornAttention_0"
+    assert list(together.states) == [path]
+    assert list(together.report.layers) == [f"{path}[{i}]" for i in range(DEPTH)]
+    for i, (layer, state) in enumerate(single.states.items()):
+        found = jax.tree.map(lambda leaf, i=i: leaf[i], together.states[path])
+        chex.assert_trees_all_close(found, state, rtol=1e-4, atol=1e-5)
+        for operator, row in single.report.layers[layer].rows.items():
+            figures = together.report.layers[f"{path}[{i}]"].rows[operator]
+            chex.assert_trees_all_close(figures, row, rtol=1e-3, atol=1e-5)
+    x = batches[0]
+    outs = jax.jit(stack.apply)(together.variables, x), jax.jit(loop.apply)(single.variables, x)
+    chex.assert_trees_all_close(*outs, atol=1e-4)
+    assert jnp.abs(outs[0] - stack.apply(stack_variables, x)).max() > 1e-3
+
+
+@pytest.mark.parametrize("block", [nn.remat(Block), nn.jit(Block)], ids=["remat", "jit"])
+def test_layers_inside_lifted_transforms_compile(rng, block):
+    batches = data(rng)
+    model, plain = Loop(block, depth=1), Loop(depth=1)
+    variables = initial(rng, plain)
+    result = compile_model(model, variables, batches)
+    expected = compile_model(plain, variables, batches)
+    assert list(result.states) == list(expected.states)
+    chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
+
+
+def test_a_jitted_layer_compiles_again(rng):
+    """The second time its trace comes from a cache."""
+    batches = data(rng)
+    model = Loop(nn.jit(Block), depth=1)
+    variables = initial(rng, model)
+    first, second = (compile_model(model, variables, batches) for _ in range(2))
+    chex.assert_trees_all_equal(second.states, first.states)
+
+
+# ------------------------------------------------------------------- traps that must not be silent
+
+
+class SharedAttribute(nn.Module):
+    """Two layers that were given one instance."""
+
+    @nn.compact
+    def __call__(self, x):
+        attention_fn = aj.linen.SinkhornAttention(SPEC)
+        for _ in range(2):
+            x = x + attention(attention_fn)(x)
+        return x
+
+
+class SharedLayer(nn.Module):
+    """One whole layer called twice."""
+
+    def setup(self):
+        self.attention = attention()
+
+    def __call__(self, x):
+        return self.attention(self.attention(x))
+
+
+@pytest.mark.parametrize("model", [SharedAttribute(), SharedLayer()], ids=["instance", "layer"])
+def test_sharing_one_instance_is_an_error_with_the_remedy(rng, model):
+    batches = data(rng)
+    variables = initial(rng, model)
+    model.apply(variables, batches[0])
+    with pytest.raises(ValueError, match="Build one SinkhornAttention per layer") as error:
+        compile_model(model, variables, batches)
+    path = {SharedAttribute: "SinkhornAttention_0", SharedLayer: "attention/attention_fn"}
+    assert path[type(model)] in str(error.value)
+
+
+@pytest.mark.parametrize("axes", [{}, {"asap": 0}, {"asap_capture": 0}], ids=str)
+@pytest.mark.parametrize("make", [Scan, functools.partial(Scan, outside=1), Ensemble],
+                         ids=["scan", "scan after a plain layer", "vmap"])  # fmt: skip
+def test_a_transform_that_drops_a_collection_is_an_error_with_the_remedy(rng, make, axes):
+    batches = data(rng)
+    model = make(axes=tuple(axes.items()))
+    variables = initial(rng, model)
+    with pytest.raises(ValueError, match=REMEDY) as error:
+        compile_model(model, variables, batches)
+    assert "'layers/SinkhornAttention_0'" in str(error.value)
+
+
+def test_naming_both_collections_compiles(rng):
+    batches = data(rng)
+    model = Scan(outside=1)
+    variables = initial(rng, model)
+    result = compile_model(model, variables, batches)
+    assert list(result.states) == ["layer_0/SinkhornAttention_0", "layers/SinkhornAttention_0"]
+
+
+def test_a_collection_scanned_over_another_axis_is_an_error(rng):
+    """With as many slices as layers, as here, the shapes would fit."""
+    batches = data(rng)
+    model = Scan(axes=(("asap", 1), ("asap_capture", 0)))
+    variables = initial(rng, model)
+    with pytest.raises(ValueError, match="asap"):
+        compile_model(model, variables, batches)
+
+
+def test_a_record_scanned_over_another_axis_is_an_error(rng):
+    """With as many examples as layers, as here, the shapes would fit."""
+    batches = data(rng)
+    model = Scan(axes=(("asap", 0), ("asap_capture", 1)))
+    variables = initial(rng, model)
+    with pytest.raises(ValueError, match="asap_capture"):
+        compile_model(model, variables, batches)
+
+
+def test_mapping_one_layer_over_examples_is_an_error_with_the_remedy(rng):
+    """Records then have an axis of examples, which is no axis of layers."""
+
+    class OverExamples(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"params": None, "asap": None, "asap_capture": 0}
+            block = nn.vmap(Block, variable_axes=axes, split_rngs={"params": False})
+            return block(name="block")(x)[0]
+
+    batches = data(rng)
+    model = OverExamples()
+    variables = initial(rng, model)
+    with pytest.raises(ValueError, match="variable_axes"):
+        compile_model(model, variables, batches)
