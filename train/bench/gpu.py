@@ -91,7 +91,7 @@ def projected(function: Callable, shape: tuple[int, int, int, int]) -> Callable:
 def main() -> None:
     """Prints checks and tables and writes ``gpu.json`` and ``gpu.md``."""
     parser = argparse.ArgumentParser(prog="python -m train.bench.gpu", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/bench"))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/results/bench"))
     parser.add_argument("--lengths", type=int, nargs="+", default=SWEEP, metavar="N")
     parser.add_argument("--minutes", type=float, default=6.0, help="start no row after this long")
     options = parser.parse_args()
