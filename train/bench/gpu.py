@@ -1,4 +1,4 @@
-"""One script for an accelerator: is every path right there, and how fast is it.
+"""One script for an accelerator: checks every path there and times it.
 
 Needs JAX, Flax, optax and chex only, and downloads nothing: ``make gpu``.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -19,8 +18,7 @@ import numpy as np
 
 import asap_jax as aj
 from train.bench import layer
-from train.bench.measure import measure, table, write
-from train.runtime import machine
+from train.bench.measure import measure, report, table
 
 SWEEP = (128, 500, 1000, 2000, 4000)
 FUSED = (512, 2048, 4096)
@@ -89,15 +87,15 @@ def projected(function: Callable, shape: tuple[int, int, int, int]) -> Callable:
 
 
 def main() -> None:
-    """Prints checks and tables and writes ``gpu.json`` and ``gpu.md``."""
+    """Prints checks and tables and writes them as ``gpu.json`` and ``gpu.md``."""
     parser = argparse.ArgumentParser(prog="python -m train.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/results/bench"))
     parser.add_argument("--lengths", type=int, nargs="+", default=SWEEP, metavar="N")
     parser.add_argument("--minutes", type=float, default=6.0, help="start no row after this long")
     options = parser.parse_args()
     began = time.perf_counter()
-    some = checks()
-    for check in some:
+    checked = checks()
+    for check in checked:
         print(check, flush=True)
     rows = []
     shapes = {f"N={n}": (1, n, 8, 64) for n in options.lengths}
@@ -110,22 +108,21 @@ def main() -> None:
             row: projected(function, shape) for row, function in layer.methods(shape[-1]).items()
         }
         batch, length, *_ = shape
-        rows += measure(name, (batch, length, WIDTH), methods, rounds=10, num_inputs=1)
-        print(table([row for row in rows if row.shape == name]), flush=True)
+        measured = measure(name, (batch, length, WIDTH), methods, rounds=10, num_inputs=1)
+        print(table(measured).markdown(), flush=True)
+        rows += measured
     facts = {
         "checks": "; ".join(
             f"{c.name} at {c.precision} precision: weights within {c.weights_error:.1e}, "
             f"column sums within {c.column_error:.1e}"
-            for c in some
+            for c in checked
         ),
         "time": "median of 10 interleaved calls; ratio to the fastest dense softmax form",
-        **machine.facts(),
-        "command": "make gpu",
     }
-    write(options.out, "gpu", "On an accelerator", rows, facts)
-    (options.out / "gpu-checks.json").write_text(
-        json.dumps([dataclasses.asdict(c) for c in some], indent=1) + "\n"
-    )
+    whole = report("On an accelerator", rows, facts)
+    values = {**whole.values, "checks": checked}
+    facts = {**whole.facts, "command": "make gpu"}
+    dataclasses.replace(whole, values=values, facts=facts).write(options.out, "gpu")
 
 
 if __name__ == "__main__":

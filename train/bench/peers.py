@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import asap_jax as aj
-from train.bench import layer
-from train.bench.measure import Row, measure, tell
+from train.bench.measure import SHAPE_FACT, Row, measure, report, sweep_shape
 from train.runtime import machine
 
 LENGTHS = (512, 2000)
@@ -109,11 +108,10 @@ def run(
     out: pathlib.Path | None = None,
 ) -> list[Row]:
     """Prints the table and writes ``teacher.json`` and ``teacher.md`` into ``out``."""
-    batch, heads, width = layer.SHAPE
     rows = []
     for length in lengths:
         for gradient in (False, True):
-            shape = (batch, length, heads, width)
+            shape = sweep_shape(length)
             peers = {}
             if importlib.util.find_spec("torch"):
                 peers["PyTorch loop"] = torch_calls(shape, num_steps, gradient=gradient)
@@ -126,15 +124,14 @@ def run(
                 gradient=gradient,
                 foreign=peers,
             )
-    facts = {
-        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
-        "time": f"median of {rounds} interleaved calls; ratio to the fastest row; PyTorch under "
-        f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}",
-        **{
-            f"{name} row": "not run, not installed: pip install " + package
-            for name, package in (("ott", "ott-jax"), ("torch", "torch"))
-            if not importlib.util.find_spec(name)
-        },
-        **machine.facts(),
-    }
-    return tell(out, "teacher", "The Sinkhorn teacher and its peers", rows, facts)
+    time = (
+        f"median of {rounds} interleaved calls; ratio to the fastest row; PyTorch under "
+        f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}"
+    )
+    facts = {**SHAPE_FACT, "time": time}
+    for name, package in (("ott", "ott-jax"), ("torch", "torch")):
+        if not importlib.util.find_spec(name):
+            facts[f"{name} row"] = f"not run, not installed: pip install {package}"
+    title = "The Sinkhorn teacher and its peers"
+    report(title, rows, facts).print_and_write(out, "teacher")
+    return rows

@@ -12,7 +12,7 @@ import shutil
 
 import numpy as np
 
-from train.data import images
+from train.data import tfds
 from train.runtime.errors import need
 
 NAME = "fashion_mnist"
@@ -36,7 +36,7 @@ def balanced(labels: np.ndarray, per_class: int) -> np.ndarray:
     for label in np.unique(labels):
         found = np.flatnonzero(labels == label)[:per_class]
         if len(found) < per_class:
-            raise ValueError(f"class {label} has {len(found)} examples, {per_class} are wanted")
+            raise ValueError(f"class {label} has {len(found)} examples, {per_class} are needed")
         kept.append(found)
     return np.sort(np.concatenate(kept))
 
@@ -75,7 +75,7 @@ def make(full_copy: str, out: pathlib.Path) -> pathlib.Path:
     Raises:
       UserError: no full copy there.
     """
-    builder = images.builder(NAME, full_copy)
+    builder = tfds.builder(NAME, full_copy)
     origin = pathlib.Path(builder.data_path)
     target = out / NAME / builder.version.__str__()
     shutil.rmtree(out / NAME, ignore_errors=True)
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=pathlib.Path,
-        default=images.PACKAGED,
+        default=tfds.PACKAGED,
         help="folder to write to (default: %(default)s)",
     )
     arguments = parser.parse_args()

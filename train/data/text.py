@@ -11,36 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from train.models.text import PAD
+from train.data.examples import Examples
+from train.models.text_encoder import PAD
 from train.runtime import devices
 from train.runtime.errors import UserError, need
 
 UNKNOWN = 1
 SPECIAL = ("[PAD]", "[UNK]")  # their numbers are PAD and UNKNOWN
 FILE = "tokenizer.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Texts:
-    """One split of a text set in memory.
-
-    Attributes:
-      tokens: ``(examples, length)`` int32, ``PAD`` after the end; no row is all pads.
-      labels: ``(examples,)`` int32.
-      class_names: one name per label.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    class_names: tuple[str, ...]
-    unit = "texts"
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, indices) -> "Texts":
-        """The examples at ``indices`` (an array of integers, or a slice)."""
-        return dataclasses.replace(self, tokens=self.tokens[indices], labels=self.labels[indices])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +55,49 @@ class Tokens:
         """Dtype of an input."""
         return np.int32
 
-    def prepare(self, examples: Texts) -> np.ndarray:
+    def prepare(self, examples: Examples) -> np.ndarray:
         """The model's inputs ``(examples, length)`` int32, unchanged."""
-        return examples.tokens
+        return examples.values
 
-    def training(self, examples: Texts, rng: np.random.Generator) -> np.ndarray:
+    def training(self, examples: Examples, rng: np.random.Generator) -> np.ndarray:
         """As ``prepare``, with some tokens replaced by the unknown one."""
         if not self.unknown:
-            return examples.tokens
-        hidden = rng.random(examples.tokens.shape) < self.unknown
-        return np.where(hidden & (examples.tokens != PAD), np.int32(UNKNOWN), examples.tokens)
+            return examples.values
+        hidden = rng.random(examples.values.shape) < self.unknown
+        return np.where(hidden & (examples.values != PAD), np.int32(UNKNOWN), examples.values)
 
     def join(self, example: dict) -> str:
         """The text of one example as TFDS gives it (features in UTF-8)."""
         return " ".join(example[name].decode("utf-8", "replace") for name in self.features)
+
+    def load(
+        self, sources: dict[str, tuple[list[dict], tuple[str, ...]]], run: str | os.PathLike | None
+    ) -> dict[str, Examples]:
+        """The splits in memory.
+
+        Args:
+          sources: from a name to what ``train.data.tfds.read`` gave; ``"train"`` must be there.
+          run: the run folder that stores the tokenizer, or None.
+
+        Raises:
+          UserError: a feature is not in the data set; the stored tokenizer does not fit.
+        """
+        for read, _ in sources.values():
+            if missing := [name for name in self.features if name not in read[0]]:
+                raise UserError(
+                    f"the data set has no feature {missing[0]!r}, only {', '.join(read[0])}"
+                )
+        texts = {split: [self.join(one) for one in read] for split, (read, _) in sources.items()}
+        tokenizer = tokenizer_for(texts["train"], self, run)
+        return {
+            split: Examples(
+                values=encode(tokenizer, texts[split], self.length),
+                labels=np.array([one["label"] for one in read], np.int32),
+                class_names=names,
+                unit="texts",
+            )
+            for split, (read, names) in sources.items()
+        }
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int):
@@ -166,35 +173,3 @@ def encode(tokenizer, texts: Sequence[str], length: int) -> np.ndarray:
         numbers = found.ids[:length] or [UNKNOWN]
         row[: len(numbers)] = numbers
     return rows
-
-
-def load(
-    recipe_tokens: Tokens, sources: dict[str, tuple], run: str | os.PathLike | None
-) -> dict[str, Texts]:
-    """Both splits as token numbers.
-
-    Args:
-      recipe_tokens: how to cut texts.
-      sources: from the split to what ``train.data.read`` gave; ``"train"`` must be there.
-      run: the run folder that stores the tokenizer, or None.
-
-    Raises:
-      UserError: a feature is not in the data set; the stored tokenizer does not fit.
-    """
-    texts = {}
-    for split, (examples, _) in sources.items():
-        missing = [name for name in recipe_tokens.features if name not in examples[0]]
-        if missing:
-            raise UserError(
-                f"the data set has no feature {missing[0]!r}, only {', '.join(examples[0])}"
-            )
-        texts[split] = [recipe_tokens.join(example) for example in examples]
-    tokenizer = tokenizer_for(texts["train"], recipe_tokens, run)
-    return {
-        split: Texts(
-            tokens=encode(tokenizer, texts[split], recipe_tokens.length),
-            labels=np.array([example["label"] for example in examples], np.int32),
-            class_names=names,
-        )
-        for split, (examples, names) in sources.items()
-    }

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 import asap_jax as aj
-from train import models
-from train.data.images import Examples
+from train.data.examples import Examples
+from train.models import factory
 from train.runtime import devices
 from train.runtime.errors import UserError
 from train.training.teacher import Teacher
@@ -35,7 +35,7 @@ def calibration_batches(
 def compile_teacher(
     teacher: Teacher,
     examples: Examples,
-    options: aj.Options | None = None,
+    options: aj.Options,
     *,
     num_images: int = NUM_IMAGES,
 ) -> aj.CompileResult:
@@ -46,7 +46,7 @@ def compile_teacher(
     Args:
       teacher: a trained one.
       examples: the training split; labels are not looked at.
-      options: how to fit; by default the paper's ASAP-LS with the teacher's seed.
+      options: how to fit, for how many closures, with which seed.
       num_images: calibration examples; a share of the batches is held out for the report.
 
     Returns:
@@ -61,8 +61,7 @@ def compile_teacher(
             f"the checkpoint was trained with {teacher.recipe.attention} attention: only "
             f"Sinkhorn attention can be compiled"
         )
-    options = options or aj.Options(seed=teacher.seed)
-    calibration = aj.linen.Calibration(models.build(teacher.recipe), options)
+    calibration = aj.linen.Calibration(factory.build(teacher.recipe), options)
     index, count = devices.share()
     batches = list(calibration_batches(teacher, examples, num_images))[index::count]
     total = devices.total if count > 1 else None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import asap_jax as aj
-from train.data.images import Examples
+from train.data.examples import Examples
 from train.evaluation import compile_teacher, operators
 from train.evaluation.operators import Operator
 from train.training.teacher import Teacher
@@ -15,7 +15,7 @@ def moment_rows(
     counts: Sequence[int] = (1, 2, 3),
     num_images: int = compile_teacher.NUM_IMAGES,
 ) -> list[Operator]:
-    """Rows past the paper: moment features per head, one fit for each number of closures.
+    """The library's moments fit, once for each number of closures.
 
     Args:
       trained: a Sinkhorn teacher of more steps than any of ``counts``.
@@ -25,20 +25,10 @@ def moment_rows(
     """
     rows = []
     for count in counts:
-        options = aj.Options(
-            seed=trained.seed,
-            features="moments",
-            coefficients="per_head",
-            padding="none",
-            closures=count,
-            ridge=1e-5,
-            ridge_scale="trace",
-        )
-        variables = compile_teacher.compile_teacher(
-            trained, examples, options, num_images=num_images
-        ).variables
+        options = aj.Options(fit="moments", closures=count, seed=trained.seed)
+        result = compile_teacher.compile_teacher(trained, examples, options, num_images=num_images)
         name = counted("Moments", count)
-        rows.append(operators.compiled_row(name, trained.recipe, variables, count))
+        rows.append(operators.compiled_row(name, trained.recipe, result.variables, count))
     return rows
 
 

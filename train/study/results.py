@@ -1,15 +1,13 @@
-"""The study of several teachers as a value, and its forms: for the terminal, Markdown and JSON."""
+"""The study of several teachers as a value, and its tables."""
 
 import dataclasses
-import json
-import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from train.reporting.table import draw, markdown_lines
+from train.reporting.table import Report, Table
 
 COLUMNS = {
     "rel_l2": ("rel-l2 mean", "{:.4f}"),
@@ -35,7 +33,7 @@ class Measured:
       closures: passes over the scores: half-steps of Sinkhorn, or closures after a prediction.
       same_ending: whether it ends on the side that the teacher ends on.
       values: a number for each of ``COLUMNS``.
-      chosen: of the automatic recipe, the candidate kept for each layer.
+      chosen: of the automatic fit, the candidate of each layer.
     """
 
     name: str
@@ -118,7 +116,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Teachers that differ in nothing but the seed.
+    """Teachers that differ only in the seed.
 
     Attributes:
       label: what they have in common.
@@ -155,32 +153,20 @@ class Study:
         """Prints a table a group to a rich console: medians, and the range of the rel-l2."""
         headings = ["attention", "clo- sures", "rel-l2 mean", "range over seeds"]
         headings += [heading for heading, _ in COLUMNS.values()][1:]
-        for group in self.groups:
-            rows = [_short(line) for line in group.lines]
-            draw(console, group.label, headings, rows, gap=1)
-            _print_facts(console, group.facts)
-            console.print()
-        _print_facts(console, self.facts)
-
-    def markdown(self) -> str:
-        """The groups as Markdown, each column with its range, the facts below the tables."""
-        headings = ["attention", "closures"]
-        headings += [heading.replace("- ", "") for heading, _ in COLUMNS.values()]
-        parts = [f"# {self.title}", ""]
-        for group in self.groups:
-            rows = [_long(line) for line in group.lines]
-            parts += [f"## {group.label}", "", *markdown_lines(headings, rows), ""]
-            parts += [*(f"- {name}: {fact}" for name, fact in group.facts.items()), ""]
-        parts += ["## All groups", "", *(f"- {name}: {text}" for name, text in self.facts.items())]
-        return "\n".join(parts) + "\n"
+        self._report(headings, _short).print(console, gap=1)
 
     def write(self, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-        """Writes ``study.md`` and ``study.json`` into ``folder`` and returns their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        text, values = folder / "study.md", folder / "study.json"
-        text.write_text(self.markdown())
-        values.write_text(json.dumps(plain(self), indent=2, allow_nan=False) + "\n")
-        return text, values
+        """Writes ``study.md``, where each column has its range, and ``study.json``."""
+        headings = ["attention", "closures"]
+        headings += [heading.replace("- ", "") for heading, _ in COLUMNS.values()]
+        return self._report(headings, _long).write(folder, "study")
+
+    def _report(self, headings: list[str], cells: Callable[[Line], list[str]]) -> Report:
+        tables = [
+            Table(headings, [cells(line) for line in group.lines], group.label, group.facts)
+            for group in self.groups
+        ]
+        return Report(self.title, tables, self.facts, {"groups": self.groups})
 
 
 def _short(line: Line) -> list[str]:
@@ -196,19 +182,3 @@ def _long(line: Line) -> list[str]:
     """Cells of the Markdown table."""
     values = [line.values[name].text(form) for name, (_, form) in COLUMNS.items()]
     return [line.label.replace("*", r"\*"), str(line.closures), *values]
-
-
-def _print_facts(console, facts: dict[str, str]) -> None:
-    for name, fact in facts.items():
-        console.print(f"{name}: {fact}", markup=False)
-
-
-def plain(value: Any) -> Any:
-    """``value`` for JSON: dataclasses as dicts; infinities and NaN, which it lacks, as text."""
-    if dataclasses.is_dataclass(value):
-        return plain(dataclasses.asdict(value))
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

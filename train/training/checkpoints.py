@@ -142,7 +142,7 @@ class Checkpoints:
     def _restore(self, step, like):
         args = self._orbax.args
         stored = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
-        if "digest" not in stored:
+        if "digest" not in stored or "inputs" not in stored["recipe"]:
             raise UserError(
                 f"the checkpoint of step {step} in {self.folder} was written by an older version: "
                 f"train again in another folder"

@@ -9,25 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from train.data import text
+from train.data.examples import Examples
+from train.data.splits import Split
+from train.models.text_encoder import PAD
 from train.recipes.schema import Recipe
-from train.training.teacher import Split, accuracy
+from train.training.teacher import accuracy
 
 DECAYS = (1e-4, 1e-3, 1e-2)
 STEPS = 150
 
 
-def features(recipe: Recipe, examples) -> np.ndarray:
+def features(recipe: Recipe, examples: Examples) -> np.ndarray:
     """Float32 ``(examples, features)``: normalised pixels, or which tokens a text holds.
 
     Rows of tokens have unit length, so that long texts weigh as much as short ones.
     """
     inputs = recipe.inputs.prepare(examples)
-    if recipe.tokens is None:
+    if not recipe.is_text:
         return inputs.reshape(len(inputs), -1)
-    held = np.zeros((len(inputs), recipe.tokens.vocab_size), np.float32)
+    held = np.zeros((len(inputs), recipe.inputs.vocab_size), np.float32)
     held[np.arange(len(inputs))[:, None], inputs] = 1
-    held[:, text.PAD] = 0
+    held[:, PAD] = 0
     return held / np.maximum(np.linalg.norm(held, axis=1, keepdims=True), 1)
 
 

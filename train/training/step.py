@@ -81,7 +81,7 @@ def train_step(
       state: before the step.
       inputs: ``(batch, ...)``, normalised images or tokens.
       labels: ``(batch,)`` integers.
-      model_at: from the step to the linen module, see ``train.models.training``.
+      model_at: from the step to the linen module, see ``train.factory.training``.
       tx: the optimiser of ``state``.
       axis_name: average gradients and metrics over this mapped axis (``jax.pmap``).
       accumulate: parts of the batch, which it divides, that go through the model one by one.

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from train.cli import parser
-from train.data import images
+from train.data import tfds
 from train.recipes import catalogue
 from train.training import linear_baseline
 
@@ -25,7 +25,7 @@ def test_every_sub_command_explains_itself(command, capsys):
 
 
 def test_the_module_runs_from_the_repository_root():
-    root = images.PACKAGED.parent.parent
+    root = tfds.PACKAGED.parent.parent.parent
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "train", "--help"],
         cwd=root,
@@ -106,7 +106,7 @@ def test_a_linear_baseline_is_printed(tiny, monkeypatch, capsys):
 
 def test_train_compile_evaluate_in_a_row(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(catalogue.RECIPES, "tiny", tiny)
-    monkeypatch.setenv(images.VARIABLE, str(images.PACKAGED))
+    monkeypatch.setenv(tfds.VARIABLE, str(tfds.PACKAGED))
     run = str(tmp_path / "run")
     settings = ["--epochs", "1", "--batch-size", "500", "--num-steps", "4", "--seed", "1"]
     assert parser.main(["train", "tiny", "--run", run, *settings]) == 0

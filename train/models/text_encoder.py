@@ -6,6 +6,7 @@ multi-head attention.  Only key columns of pads are masked, so padded queries st
 between families.
 """
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -30,38 +31,68 @@ def positions(valid: jax.Array) -> jax.Array:
     return jnp.where(valid, jnp.arange(1, valid.shape[-1] + 1, dtype=jnp.int32), 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class EncoderSizes:
+    """Sizes and options of a ``TextEncoder``.
+
+    Attributes:
+      width: width of a token.
+      depth: number of blocks.
+      num_heads: heads per block; they share the width of a token.
+      mlp_dim: hidden width of the feed-forward part.
+      dropout: rate on the output of every sub-layer.
+      embedding_stddev: standard deviation of the embeddings at the start.
+      random_positions: the released model's quirk: the frozen table of positions holds standard
+        normal noise in the place of sines.
+      double_softmax: the released model's quirk: the output is passed through a softmax before
+        the loss applies its own.
+      pool_pads: the released model's quirk: pads take part in the max-pooling.
+    """
+
+    width: int
+    depth: int
+    num_heads: int
+    mlp_dim: int
+    dropout: float = 0.1
+    embedding_stddev: float = 1.0
+    random_positions: bool = False
+    double_softmax: bool = False
+    pool_pads: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.width // self.num_heads
+
+
 class TextBlock(nn.Module):
     """One post-LN layer: ``x = LN(x + attention(x))``, then ``LN(x + feed_forward(x))``.
 
     Attributes:
-      layer: index from 0.
-      num_heads: attention heads; they share the model's width.
-      mlp_dim: hidden width of the feed-forward part.
-      dropout: rate on the output of both parts.
+      sizes: of the model.
       attention: builds the layer's own ``attention_fn`` from its index.
+      layer: index from 0.
       dtype: of the computation; parameters are float32.
     """
 
-    layer: int
-    num_heads: int
-    mlp_dim: int
-    dropout: float
+    sizes: EncoderSizes
     attention: AttentionFactory
+    layer: int
     dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array, deterministic: bool) -> jax.Array:
         """Maps ``(batch, length, width)`` to the same shape; ``mask`` is ``(batch, 1, 1, M)``."""
-        drop = nn.Dropout(self.dropout, deterministic=deterministic)
+        drop = nn.Dropout(self.sizes.dropout, deterministic=deterministic)
         attended = nn.MultiHeadDotProductAttention(
-            num_heads=self.num_heads,
+            num_heads=self.sizes.num_heads,
             attention_fn=self.attention(self.layer),
             dtype=self.dtype,
             name="attention",
         )(x, mask=mask)
         norm = lambda name: nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name=name)
         x = norm("attention_norm")(x + drop(attended))
-        hidden = nn.relu(nn.Dense(self.mlp_dim, dtype=self.dtype, name="mlp_in")(x))
+        hidden = nn.relu(nn.Dense(self.sizes.mlp_dim, dtype=self.dtype, name="mlp_in")(x))
         hidden = nn.Dense(x.shape[-1], dtype=self.dtype, name="mlp_out")(hidden)
         return norm("mlp_norm")(x + drop(hidden))
 
@@ -72,33 +103,15 @@ class TextEncoder(nn.Module):
     Attributes:
       num_classes: width of the output.
       vocab_size: number of tokens; token 0 is the pad.
-      width: width of a token.
-      depth: number of blocks.
-      num_heads: heads per block.
-      mlp_dim: hidden width of the feed-forward part.
+      sizes: all its sizes and options.
       attention: builds one ``attention_fn`` per block from its index.
-      dropout: rate on the output of every sub-layer.
-      embedding_stddev: standard deviation of the embeddings at the start.
-      random_positions: the released model's quirk: the frozen table of positions holds standard
-        normal noise in the place of sines.
-      double_softmax: the released model's quirk: the output is passed through a softmax before
-        the loss applies its own.
-      pool_pads: the released model's quirk: pads take part in the max-pooling.
       dtype: of the computation; parameters and logits are float32.
     """
 
     num_classes: int
     vocab_size: int
-    width: int
-    depth: int
-    num_heads: int
-    mlp_dim: int
+    sizes: EncoderSizes
     attention: AttentionFactory
-    dropout: float = 0.1
-    embedding_stddev: float = 1.0
-    random_positions: bool = False
-    double_softmax: bool = False
-    pool_pads: bool = False
     dtype: Any = jnp.float32
 
     @nn.compact
@@ -109,35 +122,28 @@ class TextEncoder(nn.Module):
           tokens: int32.
           deterministic: no dropout; otherwise the random stream ``"dropout"`` is needed.
         """
-        valid = tokens != PAD
+        sizes, valid = self.sizes, tokens != PAD
         embedding = nn.Embed(
             self.vocab_size,
-            self.width,
-            embedding_init=nn.initializers.normal(self.embedding_stddev),
+            sizes.width,
+            embedding_init=nn.initializers.normal(sizes.embedding_stddev),
             dtype=self.dtype,
             name="embedding",
         )
         table = jnp.asarray(self._table(tokens.shape[-1] + 1), self.dtype)
         x = embedding(tokens) + table[positions(valid)]
-        for layer in range(self.depth):
-            x = TextBlock(
-                layer,
-                self.num_heads,
-                self.mlp_dim,
-                self.dropout,
-                self.attention,
-                self.dtype,
-                name=f"block_{layer}",
-            )(x, valid[:, None, None, :], deterministic)
-        pooled = x.max(-2) if self.pool_pads else _max_over(x, valid)
+        for layer in range(sizes.depth):
+            block = TextBlock(sizes, self.attention, layer, self.dtype, name=f"block_{layer}")
+            x = block(x, valid[:, None, None, :], deterministic)
+        pooled = x.max(-2) if sizes.pool_pads else _max_over(x, valid)
         logits = nn.Dense(self.num_classes, dtype=jnp.float32, name="classifier")(pooled)
-        return nn.softmax(logits) if self.double_softmax else logits
+        return nn.softmax(logits) if sizes.double_softmax else logits
 
     def _table(self, length: int) -> np.ndarray:
         """The frozen positions ``(length, width)``; noise is a prefix of one fixed stream."""
-        if not self.random_positions:
-            return sinusoids(length, self.width)
-        noise = np.random.default_rng(0).standard_normal((length, self.width))
+        if not self.sizes.random_positions:
+            return sinusoids(length, self.sizes.width)
+        noise = np.random.default_rng(0).standard_normal((length, self.sizes.width))
         return noise.astype(np.float32)
 
 

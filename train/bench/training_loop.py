@@ -9,11 +9,11 @@ import time
 import jax
 import numpy as np
 
-from train.data import images
-from train.data.images import Batches, Examples
+from train.data import tfds
+from train.data.examples import Batches, Examples
+from train.data.splits import load_data
 from train.recipes import catalogue
-from train.runtime import devices as parallel
-from train.runtime import machine
+from train.runtime import devices, machine
 from train.training import loop, run_folder
 
 STEPS = 200
@@ -25,8 +25,8 @@ class Speed:
     """Steps a second.
 
     Attributes:
-      bare: of the jitted step on one batch over and over, waited for at the end alone.
-      loop: of ``train.loop`` with its batches, metrics and progress, compiling left out.
+      bare: of the jitted step on one batch over and over, waiting only at the end.
+      loop: of ``train.training.loop`` with its batches, metrics and progress, compiling left out.
       input_share: of the loop's time, waiting for a batch.
     """
 
@@ -38,9 +38,9 @@ class Speed:
 def bare(recipe: catalogue.Recipe, examples: Examples, count: int) -> float:
     """Steps a second of the jitted step alone."""
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed=0)
-    devices, create, step = loop.programs(recipe, batches.steps_per_epoch, parallel.Sharded.name)
-    state = devices.place(jax.tree.map(np.asarray, create(jax.random.key(0))))
-    batch = tuple(map(devices.feed, batches.at(0)))
+    layout, create, step = loop.programs(recipe, batches.steps_per_epoch, devices.Sharded.name)
+    state = layout.place(jax.tree.map(np.asarray, create(jax.random.key(0))))
+    batch = tuple(map(layout.feed, batches.at(0)))
     state, _ = jax.block_until_ready(step(state, *batch))
     began = time.perf_counter()
     for _ in range(count):
@@ -66,7 +66,7 @@ def looped(recipe: catalogue.Recipe, examples: Examples, count: int) -> tuple[fl
 def run(count: int = STEPS) -> Speed:
     """Prints medians of interleaved runs of the demo recipe."""
     recipe = catalogue.DEMO
-    examples = images.load(recipe.dataset, "train", images.PACKAGED)
+    examples = load_data(recipe, tfds.PACKAGED).train
     pairs = [
         (bare(recipe, examples, count), looped(recipe, examples, count)) for _ in range(ROUNDS)
     ]

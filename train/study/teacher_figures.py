@@ -1,15 +1,14 @@
 """Fits and measures every operator of a study on one teacher."""
 
-import functools
 import pathlib
 import time
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 import asap_jax as aj
-from train.data.images import Examples
+from train.data.examples import Examples
+from train.data.splits import Split
 from train.evaluation import compile_teacher, fidelity, operators
 from train.evaluation.operators import Operator
 from train.recipes.schema import Recipe
@@ -17,8 +16,7 @@ from train.reporting import progress
 from train.study.entries import closure_counts, entries
 from train.study.extra_cost import score_products
 from train.study.results import Measured, TeacherFigures
-from train.training import teacher as teachers
-from train.training.teacher import Split, Teacher
+from train.training.teacher import Teacher, accuracy_on
 
 TEST_EXAMPLES = 500
 
@@ -46,64 +44,44 @@ def measure(
       split: its data.
       test_examples: at most so many are measured on; accuracy of the teacher is on all.
       num_images: calibration examples.
-      candidates: of the automatic recipe; the library's own when None.
+      candidates: of the automatic fit; the library's own when None.
     """
     began = time.perf_counter()
     recipe = trained.recipe
     fits = 2 + len(closure_counts(recipe.spec))
     with progress.bar(f"fit {folder}", fits) as report:
-        found = entries(trained, split.train, num_images, candidates or aj.CANDIDATES, report)
-    rows = [entry.operator for entry in found]
+        fitted = entries(trained, split.train, num_images, candidates or aj.CANDIDATES, report)
+    rows = [entry.operator for entry in fitted]
     reference = operators.teacher(recipe, trained.variables)
     test = sample(split.test, test_examples)
-    inputs = recipe.inputs.prepare(test)
-    score_std, shapes = _describe(reference, recipe, inputs)
-    batches = -(-len(inputs) // fidelity.BATCH_SIZE)
-    with progress.bar(f"measure {folder}", (batches + 1) * len(rows)) as report:
-        cases = fidelity.case_values(rows, reference, recipe, inputs, report, plan_kl=True)
-        true_logits = _logits(reference, inputs)
-        measured = []
-        for done, entry in enumerate(found, batches * len(rows) + 1):
-            row = entry.operator
-            values = _values(cases[row.name], _logits(row, inputs), true_logits, test.labels)
-            values["extra_cost"] = _extra_cost(row, shapes)
-            same = entry.ends == recipe.spec.last_step
-            measured.append(
-                Measured(row.name, entry.family, entry.closures, same, values, entry.chosen)
-            )
-            report(done, f"answers under {row.name}")
+    score_std, shapes = _describe(reference, recipe, recipe.inputs.prepare(test))
+    with progress.bar(f"measure {folder}", fidelity.num_steps(len(test), len(rows))) as report:
+        figures = fidelity.figures(rows, reference, recipe, test, report, plan_kl=True)
+    measured = []
+    for entry in fitted:
+        row = entry.operator
+        values = _values(figures[row.name]) | {"extra_cost": _extra_cost(row, shapes)}
+        same = entry.ends == recipe.spec.last_step
+        measured.append(
+            Measured(row.name, entry.family, entry.closures, same, values, entry.chosen)
+        )
     return TeacherFigures(
         run=str(folder),
         seed=trained.seed,
-        accuracy=teachers.test_accuracy(trained, split.test),
+        accuracy=accuracy_on(trained, split.test),
         score_std=score_std,
-        cases=len(cases[rows[0].name]["rel_l2"]),
+        cases=len(figures[rows[0].name].cases["rel_l2"]),
         seconds=time.perf_counter() - began,
         rows=tuple(measured),
     )
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _apply(model, variables, inputs):
-    """Jitted once for equal models, so that the seeds of a recipe share programs."""
-    return model.apply(variables, inputs)
-
-
-def _logits(row: Operator, inputs: np.ndarray) -> np.ndarray:
-    apply = functools.partial(_apply, row.model)
-    return teachers.predict(apply, row.variables, inputs, batch_size=fidelity.BATCH_SIZE)
-
-
-def _values(cases, logits, true_logits, labels) -> dict[str, float]:
+def _values(figures: fidelity.Figures) -> dict[str, float]:
     """All columns but the extra cost."""
     return {
-        "rel_l2": float(np.mean(cases["rel_l2"])),
-        "rel_l2_median": float(np.median(cases["rel_l2"])),
-        "output_rmse": float(np.mean(cases["output_rmse"])),
-        "plan_kl": float(np.mean(cases["plan_kl"])),
-        "agreement": float(aj.metrics.agreement(logits, true_logits)),
-        "accuracy": teachers.accuracy(logits, labels),
-        "logit_kl": fidelity.logit_kl(logits, true_logits),
+        **{name: figures.mean(name) for name in ("rel_l2", "output_rmse", "plan_kl")},
+        "rel_l2_median": float(np.median(figures.cases["rel_l2"])),
+        **{name: getattr(figures, name) for name in ("agreement", "accuracy", "logit_kl")},
     }
 
 
@@ -112,9 +90,8 @@ def _describe(
 ) -> tuple[float, dict[tuple[str, ...], tuple[int, int, int]]]:
     """Spread of the teacher's scores, mean over cases; and N, M and d of each layer by its path."""
     spreads, shapes = [], {}
-    for start in range(0, len(inputs), fidelity.BATCH_SIZE):
-        records = fidelity.capture(reference, inputs[start : start + fidelity.BATCH_SIZE])
-        for path, record in records.items():
+    for batch in fidelity.batches_of(inputs):
+        for path, record in fidelity.capture(reference, batch).items():
             spreads.append(float(fidelity.score_spread(record, spec=recipe.spec)))
             (n, _, d), m = record.query.shape[-3:], record.key.shape[-3]
             shapes[path] = n, m, d

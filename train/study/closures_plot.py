@@ -15,7 +15,7 @@ STYLES = {
     "Moments": ("#009e73", "^"),
     "Auto": ("#aa3377", "D"),
 }
-"""Family: colour, told apart by the colour-blind too, and marker."""
+"""Family: a colour that the colour-blind can tell from the others, and a marker."""
 
 
 def figure(study: Study):
@@ -49,13 +49,13 @@ def draw(study: Study, path: pathlib.Path) -> pathlib.Path:
 
 def families(group: Group) -> dict[str, list[Line]]:
     """The lines of a group by what is drawn as one line, in the order of their closures."""
-    found: dict[str, list[Line]] = {name: [] for name in STYLES}
+    by_family: dict[str, list[Line]] = {name: [] for name in STYLES}
     for line in group.lines:
         other = line.family == "Sinkhorn" and not line.same_ending
-        found[f"{line.family}, other ending" if other else line.family].append(line)
+        by_family[f"{line.family}, other ending" if other else line.family].append(line)
     return {
         name: sorted(lines, key=lambda line: line.closures)
-        for name, lines in found.items()
+        for name, lines in by_family.items()
         if lines
     }
 
