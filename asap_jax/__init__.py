@@ -6,14 +6,17 @@ from asap_jax.attention.costs import CostInputs, squared_euclidean_inputs
 from asap_jax.attention.functions import asap_attention, sinkhorn_attention, softmax_attention
 from asap_jax.baselines.diff import diff_attention, diff_lambda_init
 from asap_jax.baselines.esp import esp_attention, esp_temperature_schedule
+from asap_jax.compiler.automatic_fit import AutoFit
 from asap_jax.compiler.calibration import CompileResult
 from asap_jax.compiler.options import Options
+from asap_jax.compiler.paper_fit import PaperFit
 from asap_jax.compiler.report import CompileReport, LayerReport, Rung
+from asap_jax.compiler.single_fit import CANDIDATES, THOROUGH, Candidate
 from asap_jax.features import Codebook, Moments, RankDisplacement, RawProjections, SlicedPotentials
 from asap_jax.features.directions import slice_directions
 from asap_jax.features.potentials import sliced_potentials
-from asap_jax.fitting.candidates import CANDIDATES, THOROUGH, Candidate
-from asap_jax.fitting.kl import KLFit, fit_kl, kl_objective
+from asap_jax.fitting.kl_objective import kl_objective
+from asap_jax.fitting.kl_search import KLFit, fit_kl
 from asap_jax.fitting.least_squares import LeastSquaresFit, NormalEquations, fit_ls
 from asap_jax.predictor.predictor import (
     Correction,
@@ -34,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CANDIDATES",
     "THOROUGH",
+    "AutoFit",
     "Candidate",
     "Codebook",
     "CompileReport",
@@ -50,6 +54,7 @@ __all__ = [
     "Moments",
     "NormalEquations",
     "Options",
+    "PaperFit",
     "Predictor",
     "RankDisplacement",
     "RawProjections",

@@ -27,11 +27,11 @@ from flax.core.meta import unbox
 from asap_jax import checks
 from asap_jax import linen as aj_linen
 from asap_jax import nnx as aj_nnx
-from asap_jax.compiler.calibration import CompileResult, group_by_path
-from asap_jax.compiler.options import Options
+from asap_jax.compiler.calibration import CompileResult
+from asap_jax.compiler.fit import check_closures
 from asap_jax.features import FAMILIES
 from asap_jax.predictor.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor
-from asap_jax.records import CompiledState
+from asap_jax.records import CompiledState, group_by_path
 from asap_jax.spec import SinkhornSpec
 
 FORMAT = 3
@@ -243,7 +243,7 @@ def _state(tree: Any, layer: str, arrays: Mapping, path) -> CompiledState:
         state = _unpack(tree, layer, arrays)
         if not isinstance(state, CompiledState) or not isinstance(state.spec, SinkhornSpec):
             raise ValueError("holds no compiled state")
-        Options(closures=state.closures)
+        check_closures(state.closures)
         pair = state.closures == "none"
         if not isinstance(state.predictor, DualPair if pair else Predictor):
             raise ValueError(f"closures {state.closures!r} do not go with its predictor")

@@ -1,6 +1,7 @@
 """What a Sinkhorn layer records while calibrating, and the state that compiles it.
 
-Shared by the linen and nnx adapters: the same records and the same state under both.
+Shared by the linen and nnx adapters: the same records and the same state under both. Below them,
+what is done with one record: its problem, its layers under a scan, its checks.
 """
 
 from __future__ import annotations
@@ -8,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from asap_jax import checks
 from asap_jax.predictor.predictor import DualPair, Predictor
+from asap_jax.problem import Problem, make_problem
 from asap_jax.spec import SinkhornSpec
 
 SHARED_INSTANCE = (
@@ -60,6 +66,15 @@ class Record:
         """Sizes of the layer axes that a scan put in front."""
         return self.query.shape[: self.query.ndim - self.ndim]
 
+    @property
+    def tokens(self) -> tuple[jax.Array | None, ...]:
+        """Query, key, value, bias and mask: the arguments of an attention function."""
+        return self.query, self.key, self.value, self.bias, self.mask
+
+    def with_padding(self, padding: str | None) -> Record:
+        """The record with another ``padding`` in its spec; itself for None."""
+        return self.replace(spec=self.spec.with_padding(padding))
+
 
 @flax.struct.dataclass
 class CompiledState:
@@ -71,9 +86,8 @@ class CompiledState:
       spec: the teacher's convention that it was fitted to.
       closures: ``"one_sided"``, ``"two_sided"``, ``"none"`` or an int, see ``asap_attention``.
       mark: zeros of the stack's shape, 0-d inside a layer (None where nothing is known): it can be
-        sliced along axis 0 only, and a stack that comes unsliced is seen.
-      probe: told apart from 0 while a compile checks that every layer switches, so that no trace
-        from a cache answers for it.
+        sliced along axis 0 only, and a stack that the scan did not slice is detected.
+      probe: nonzero while a compile checks that every layer switches, to force a fresh trace.
     """
 
     predictor: Predictor | DualPair
@@ -82,12 +96,12 @@ class CompiledState:
     mark: jax.Array | None = None
     probe: int = flax.struct.field(pytree_node=False, default=0)
 
-    def check(self, spec: SinkhornSpec, path: str, cure: str) -> None:
-        """Raises ValueError when the layer's own spec is another, or a stack came unsliced."""
+    def check(self, spec: SinkhornSpec, path: str, hint: str) -> None:
+        """Raises ValueError when the layer's own spec differs, or a stack was not sliced."""
         if self.mark is not None and self.mark.ndim:
             raise ValueError(
                 f"layer {path!r} got the state of a whole stack of {self.mark.shape} layers: "
-                f"the transform around it does not slice it. {cure}"
+                f"the transform around it does not slice it. {hint}"
             )
         if self.spec != spec:
             raise ValueError(
@@ -119,7 +133,7 @@ _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def observe():
+def observe() -> Iterator[Observer]:
     """Notes, at trace time, which layers record and which run compiled."""
     observer = Observer()
     token = _observer.set(observer)
@@ -134,3 +148,64 @@ def note(kind: str, path: str) -> None:
     observer = _observer.get()
     if observer is not None:
         getattr(observer, kind)[path] = None
+
+
+def problem(record: Record) -> Problem:
+    """The per-head problem of a record."""
+    return make_problem(*record.tokens, scale=record.spec.scale)
+
+
+def call(record: Record, function: Callable[..., Any], **settings: Any) -> tuple[jax.Array, ...]:
+    """Output and weights of an attention function on a record, in float32 at least."""
+    query, key, value, bias, mask = record.tokens
+    query, key, value = (checks.at_least_f32(x) for x in (query, key, value))
+    return function(query, key, value, bias, mask, return_weights=True, **settings)
+
+
+def over_stack(function: Callable[..., Any], record: Record, *rest: Any) -> Any:
+    """``function(record, *rest)``, mapped one by one over the layer axes of a stacked record."""
+    if not record.stack:
+        return function(record, *rest)
+    inner = lambda args: over_stack(function, *args)
+    return jax.lax.map(inner, (record, *rest))
+
+
+def unstack(record: Record) -> list[Record]:
+    """The records of the single layers of a stack, in order."""
+    if not record.stack:
+        return [record]
+    depth, count = len(record.stack), math.prod(record.stack)
+    flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[depth:]), record)
+    return [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(count)]
+
+
+def check_mask(record: Record, path: str, where: str) -> None:
+    """Raises ValueError for a mask with other values than 0 and 1."""
+    if record.mask is None:
+        return
+    mask = np.asarray(record.mask)
+    if mask.dtype != bool and not np.isin(mask, (0, 1)).all():
+        raise ValueError(
+            f"{where} has a mask of shape {mask.shape} at layer {path!r} that must hold only 0 and "
+            f"1; give additive masks as bias"
+        )
+
+
+def split_batch(batch: Any) -> tuple[tuple, dict]:
+    """A batch as call arguments: a tuple as ``*batch``, a dict as ``**batch``, else one array."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def group_by_path(tree: Mapping, leaf_type: type, prefix: tuple = ()) -> dict[str, Any]:
+    """Flattens nested mappings to ``"a/b/c" -> leaf`` for leaves of ``leaf_type``."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, leaf_type):
+            leaves["/".join(prefix)] = value
+        elif isinstance(value, Mapping):
+            leaves.update(group_by_path(value, leaf_type, (*prefix, str(name))))
+    return leaves

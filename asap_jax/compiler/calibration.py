@@ -9,22 +9,20 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
-import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from asap_jax import checks
-from asap_jax.compiler.automatic_fit import AutomaticFit, mean_ladder
+from asap_jax.compiler.automatic_fit import mean_ladder
+from asap_jax.compiler.fit import Fit, LayerFit, Solved, check_finite, is_held_out
 from asap_jax.compiler.options import Options
-from asap_jax.compiler.paper_fit import LayerFit, is_held_out
 from asap_jax.compiler.report import CompileReport, LayerReport
-from asap_jax.fitting import targets
+from asap_jax.fitting import fidelity
 from asap_jax.records import CompiledState, Record
 
 BUDGETS = (2, 3, 4, 5)
@@ -69,7 +67,7 @@ class Calibration(abc.ABC):
             raise TypeError(f"forward must be a function, got {checks.told(forward)}")
         self.options = options
         self.apply_kwargs = dict(apply_kwargs or {})
-        self.fits: dict[str, LayerFit | AutomaticFit] = {}
+        self.fits: dict[str, LayerFit] = {}
         self.num_batches = 0
         self.seconds = 0.0
 
@@ -93,10 +91,17 @@ class Calibration(abc.ABC):
         start = time.perf_counter()
         where = f"calibration batch {self.num_batches if index is None else index}"
         check_batch(batch, where)
-        for path, record in select(self.records(teacher, batch), self.options.layers).items():
+        options = self.options
+        for path, record in select(self.records(teacher, batch), options.layers).items():
             if path not in self.fits:
-                kind = AutomaticFit if self.options.recipe == "auto" else LayerFit
-                self.fits[path] = kind(path, record, self.options)
+                options.fit.check_teacher(path, record.spec, options.closures)
+                self.fits[path] = options.fit.layer_fit(
+                    path,
+                    record,
+                    closures=options.closures,
+                    seed=options.seed,
+                    holdout=options.holdout,
+                )
             self.fits[path].add(record, where)
         self.num_batches += 1
         self.seconds += time.perf_counter() - start
@@ -112,15 +117,9 @@ class Calibration(abc.ABC):
             over ``jax.experimental.multihost_utils.process_allgather``.
 
         Raises:
-          ValueError: nothing was added; KL or ``recipe="auto"``, which keep activations and not
-            sums.
+          ValueError: nothing was added, or the fit holds activations and not sums: KL, several
+            stages, the automatic choice.
         """
-        options = self.options
-        if options.objective == "kl" or options.recipe == "auto":
-            raise ValueError(
-                f"only least-squares sums add up over processes, not objective="
-                f"{options.objective!r} with recipe={options.recipe!r}: compile on one process"
-            )
         if not self.fits:
             raise ValueError("batches holds no batch: every process needs at least one")
         for path in sorted(self.fits):
@@ -153,48 +152,28 @@ class Calibration(abc.ABC):
         if not self.fits or not report_batches:
             raise ValueError("batches holds no batch: give at least one calibration batch")
         start = time.perf_counter()
-        again = lambda path: (
-            found[path]
-            for batch in fit_batches()
-            if path in (found := self.records(teacher, batch))
+        solved = self.options.fit.solve(
+            self.fits, lambda path: self._again(path, teacher, fit_batches)
         )
-        shared = None
-        if self.options.coefficients == "shared":
-            totals = [fit.total() for fit in self.fits.values()]
-            shared = [functools.reduce(operator.add, parts) for parts in zip(*totals, strict=True)]
-        solved = {
-            path: fit.solve(lambda path=path: again(path), shared)
-            for path, fit in self.fits.items()
-        }
         self.seconds += time.perf_counter() - start
         states = {path: state for path, (state, _) in solved.items()}
         compiled = self.attach(teacher, states, report_batches[0])
-        layers = measure(functools.partial(self.records, teacher), report_batches, solved)
-        if self.options.recipe == "auto":
-            ladders = self._ladders(teacher, report_batches)
-            layers = {
-                name: dataclasses.replace(layer, ladder=ladders[name])
-                for name, layer in layers.items()
-            }
+        layers = measure(
+            functools.partial(self.records, teacher), report_batches, self.fits, solved
+        )
         report = CompileReport(
             layers, held_out, self.num_batches, len(report_batches), self.seconds
         )
         return CompileResult(states, report, **compiled)
 
-    def _ladders(self, teacher, batches) -> dict[str, dict]:
-        """Layer (of a stack, each) to its ladder over ``batches``."""
-        found: dict[str, list] = {}
-        for batch in batches:
-            for path, record in self.records(teacher, batch).items():
-                if path not in self.fits:
-                    continue
-                layers = [path]
-                if record.stack:
-                    layers = [f"{path}[{i}]" for i in range(math.prod(record.stack))]
-                ladders = self.fits[path].ladder(record, timed=layers[0] not in found)
-                for layer, ladder in zip(layers, ladders, strict=True):
-                    found.setdefault(layer, []).append(ladder)
-        return {name: mean_ladder(ladders) for name, ladders in found.items()}
+    def _again(
+        self, path: str, teacher: Any, fit_batches: Callable[[], Iterable[Any]]
+    ) -> Iterator[Record]:
+        """The records of one layer, in one more pass over the batches of the fit."""
+        for batch in fit_batches():
+            records = self.records(teacher, batch)
+            if path in records:
+                yield records[path]
 
     def run(
         self,
@@ -205,7 +184,7 @@ class Calibration(abc.ABC):
     ) -> CompileResult:
         """Adds ``batches``, but for the share held out, and finishes on that share.
 
-        Batches that are held out are kept until the report. ``total`` adds up the sums of several
+        Batches that are held out are held until the report. ``total`` adds up the sums of several
         processes, see ``reduce``.
 
         Raises:
@@ -213,38 +192,38 @@ class Calibration(abc.ABC):
           ValueError: as ``add`` and ``finish``.
         """
         share = self.options.holdout
-        kept, first = [], None
-        for index, batch in enumerate(checked(batches, self.options)):
+        held, first = [], None
+        for index, batch in enumerate(checked(batches, self.options.fit)):
             first = batch if first is None else first
             if is_held_out(index, share):
                 check_batch(batch, f"calibration batch {index}")
-                kept.append(batch)
+                held.append(batch)
                 for path, record in self.records(teacher, batch).items():
-                    check_finite(record, path, f"calibration batch {index}")
+                    check_active(record, path, f"calibration batch {index}")
             else:
                 self.add(teacher, batch, index)
         if total is not None:
             self.reduce(total)
         fit_batches = lambda: (b for i, b in enumerate(batches) if not is_held_out(i, share))
-        report = kept or ([] if first is None else [first])
-        return self.finish(teacher, report, held_out=bool(kept), fit_batches=fit_batches)
+        report = held or ([] if first is None else [first])
+        return self.finish(teacher, report, held_out=bool(held), fit_batches=fit_batches)
 
 
-def select(found: Mapping[str, Record], layers: Sequence[str] | None) -> dict[str, Record]:
+def select(recorded: Mapping[str, Record], layers: Sequence[str] | None) -> dict[str, Record]:
     """The records to compile; ValueError when there is none or a path is unknown."""
-    if not found:
+    if not recorded:
         raise ValueError(
             "no SinkhornAttention layer ran in the model: pass "
             "SinkhornAttention(spec) as attention_fn of its attention layers"
         )
     if layers is None:
-        return {path: found[path] for path in sorted(found, key=_natural)}
-    unknown = [path for path in layers if path not in found]
+        return {path: recorded[path] for path in sorted(recorded, key=_natural)}
+    unknown = [path for path in layers if path not in recorded]
     if unknown:
         raise ValueError(
-            f"layers={unknown} are not in the model; its Sinkhorn layers are {list(found)}"
+            f"layers={unknown} are not in the model; its Sinkhorn layers are {list(recorded)}"
         )
-    return {path: found[path] for path in layers}
+    return {path: recorded[path] for path in layers}
 
 
 def check_batch(batch: Any, where: str) -> None:
@@ -258,43 +237,48 @@ def check_batch(batch: Any, where: str) -> None:
             raise TypeError(f"{where} must hold arrays only, got {checks.told(leaf)}") from None
 
 
-def check_finite(record: Record, path: str, where: str) -> None:
+def check_active(record: Record, path: str, where: str) -> None:
     """Raises ValueError when a held-out record has no active token or gives NaN duals."""
-    total = targets.layer_balance(record)
-    if not np.isfinite(np.asarray(total)).all():
-        raise ValueError(
-            f"{where} gives a value that is not finite at layer {path!r} (query of shape "
-            f"{record.query.shape})"
-        )
-    if (np.asarray(total) == 0).any():
+    mass = fidelity.layer_balance(record)
+    check_finite(mass, record, path, where)
+    if (np.asarray(mass) == 0).any():
         raise ValueError(f"{where} has no active token at layer {path!r}")
 
 
-def measure(records, batches, solved: Mapping[str, tuple]) -> dict[str, LayerReport]:
+def measure(
+    records: Callable[[Any], Mapping[str, Record]],
+    batches: Sequence[Any],
+    fits: Mapping[str, LayerFit],
+    solved: Mapping[str, Solved],
+) -> dict[str, LayerReport]:
     """Mean fidelity over ``batches``, one LayerReport a layer (each layer of a stack alone)."""
-    totals: dict[str, Any] = {}
-    stacked: dict[str, bool] = {}
-    counts: dict[str, int] = {}
+    cases: dict[str, list] = {path: [] for path in solved}
+    ladders: dict[str, list] = {path: [] for path in solved}
     for batch in batches:
-        found = records(batch)
+        recorded = records(batch)
         for path, (state, _) in solved.items():
-            if path not in found:  # an optional branch that this batch did not take
+            if path not in recorded:  # an optional branch that this batch did not take
                 continue
-            counts[path] = counts.get(path, 0) + 1
             budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
-            new = targets.layer_fidelity(found[path], state, budgets=budgets)
-            new = jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), new)
-            totals[path] = new if path not in totals else jax.tree.map(np.add, totals[path], new)
-            stacked[path] = bool(found[path].stack)
+            case = fidelity.layer_fidelity(recorded[path], state, budgets=budgets)
+            cases[path].append(jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), case))
+            ladder = fits[path].ladder(recorded[path], timed=not ladders[path])
+            if ladder is not None:
+                ladders[path].append(ladder)
     reports = {}
-    for path, total in totals.items():
-        for i, figures in enumerate(solved[path][1]):
-            layer = f"{path}[{i}]" if stacked[path] else path
+    for path, (_, figures) in solved.items():
+        if not cases[path]:
+            continue
+        means = jax.tree.map(lambda *x: np.mean(x, 0), *cases[path])
+        for i, numbers in enumerate(figures):
+            layer = f"{path}[{i}]" if fits[path].stack else path
             rows = {
-                name: {metric: float(x[i] / counts[path]) for metric, x in row.items()}
-                for name, row in total.items()
+                name: {metric: float(x[i]) for metric, x in row.items()}
+                for name, row in means.items()
             }
-            reports[layer] = LayerReport(layer, rows, {**rows.pop("fit"), **figures})
+            fit = {**rows.pop("fit"), **numbers}
+            own = [ladder[i] for ladder in ladders[path]]
+            reports[layer] = LayerReport(layer, rows, fit, mean_ladder(own) if own else None)
     return reports
 
 
@@ -305,7 +289,7 @@ def _natural(path: str) -> list:
     ]
 
 
-def checked(batches: Iterable[Any], options: Options) -> Iterable[Any]:
+def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
     """``batches`` as it is.
 
     Raises:
@@ -319,20 +303,9 @@ def checked(batches: Iterable[Any], options: Options) -> Iterable[Any]:
             f"batches must be an iterable of batches, got one {type(batches).__name__}; for a "
             f"single batch give [batch]"
         )
-    if options.objective == "kl" and not options.in_memory and iter(batches) is batches:
+    if fit.reads_batches_again and iter(batches) is batches:
         raise TypeError(
             "batches must be re-iterable (a list, not a generator) for objective='kl' with "
             "in_memory=False, which goes through them once an evaluation"
         )
     return batches
-
-
-def group_by_path(tree: Mapping, leaf_type: type, prefix: tuple = ()) -> dict[str, Any]:
-    """Flattens nested mappings to ``"a/b/c" -> leaf`` for leaves of ``leaf_type``."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, leaf_type):
-            found["/".join(prefix)] = value
-        elif isinstance(value, Mapping):
-            found.update(group_by_path(value, leaf_type, (*prefix, str(name))))
-    return found

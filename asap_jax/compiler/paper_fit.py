@@ -1,99 +1,253 @@
-"""Fitting one layer: sums while calibrating, then coefficients (paper, algorithm 1)."""
+"""The paper's fits: ASAP-LS and ASAP-KL, with the ablations of its tables (algorithm 1)."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from asap_jax.compiler.options import Options
-from asap_jax.features import FAMILIES
-from asap_jax.fitting import kl_search, targets
-from asap_jax.fitting.least_squares import NormalEquations
-from asap_jax.predictor.predictor import DualPair, LinearHead, Predictor
-from asap_jax.records import CompiledState, Record, stack_mark
+from asap_jax import checks
+from asap_jax.attention import functions
+from asap_jax.compiler.fit import Again, Fit, LayerFit, Solved
+from asap_jax.features import FAMILIES, check_families, directions
+from asap_jax.fitting import kl_data, kl_search, targets
+from asap_jax.fitting.least_squares import RIDGE_SCALES, ROWS, NormalEquations, Regression
+from asap_jax.predictor.predictor import BASELINES, DualPair, LinearHead, Predictor
+from asap_jax.records import Record, unstack
+from asap_jax.spec import PADDINGS
 
-Stream = Callable[[], Iterator[Record]]
+OBJECTIVES = ("ls", "kl")
+COEFFICIENTS = ("pooled", "per_head", "shared")
+WEIGHTINGS = ("none", "gauss_newton")
 
 
-class LayerFit:
-    """Accumulates one layer's calibration data and solves for its coefficients.
+@dataclasses.dataclass(frozen=True)
+class PaperFit(Fit):
+    """The paper's fit: one linear map from features to a dual (paper, algorithm 1).
 
-    Least squares keeps normal equations only. The KL objective keeps q, k, mask, features and
-    targets of every batch unless they are to be streamed. A layer stack of a scan is one
-    LayerFit; its layers are solved apart.
+    The defaults are the paper's to the letter: ASAP-LS with 32 slices, and
+    ``closures="two_sided"``.
+
+    Attributes:
+      objective: ``"ls"`` (ASAP-LS) or ``"kl"`` (ASAP-KL, started at LS).
+      num_slices: L.
+      ridge: lambda >= 0, unnormalised unless ``ridge_scale`` says otherwise.
+      ridge_scale: ``"absolute"``, ``"trace"`` or ``"diagonal"``, see ``NormalEquations.solve``.
+      rows: regression rows: ``"active"`` tokens, or ``"all"`` that take part in the closures
+        (padded queries under a key-only mask too).
+      padding: which tokens carry features, see ``Predictor``; None leaves it to the layer's spec.
+      weighting: ``"none"``, or ``"gauss_newton"``: rows weighted by the curvature of the KL
+        objective of one closure (``closures="one_sided"`` or ``1``).
+      damping: in (0, 1], the share of plain least squares in a weighted fit.
+      coefficients: ``"pooled"`` over the heads of a layer, ``"per_head"``, or ``"shared"``
+        (ablation: one vector for all layers).
+      in_memory: KL only: hold q, k, mask, features and targets of the fit batches, or, when
+        False, run the model over re-iterable batches again on every evaluation.
+      features: name of a family (``"sliced_potentials"``, ``"moments"``, ``"raw_projections"``,
+        ``"rank_displacement"``), names joined by ``"+"``, or a tuple of names and family
+        instances.
+      slice_kind: see ``slice_directions``.
+      baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
+      token_bias: fit one bias per token position too; lengths must then be fixed.
+
+    Raises:
+      ValueError, TypeError: a setting that is unknown, out of range or does not go with another.
     """
 
-    def __init__(self, path: str, record: Record, options: Options):
-        options.refuse(path, record.spec)
-        self.path, self.options = path, options
-        self.spec, self.stack = record.spec, record.stack
-        self.families = families(record, options)
+    objective: str = "ls"
+    num_slices: int = 32
+    ridge: float = 1e-3
+    ridge_scale: str = "absolute"
+    rows: str = "active"
+    padding: str | None = None
+    weighting: str = "none"
+    damping: float = 0.1
+    coefficients: str = "pooled"
+    in_memory: bool = True
+    features: str | tuple[Any, ...] = "sliced_potentials"
+    slice_kind: str = "gaussian"
+    baseline: str = "none"
+    token_bias: bool = False
+
+    def __post_init__(self):
+        set_field = lambda name, value: object.__setattr__(self, name, value)
+        checks.one_of("objective", self.objective, OBJECTIVES)
+        checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
+        checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
+        checks.one_of("rows", self.rows, ROWS)
+        if self.padding is not None:
+            checks.one_of("padding", self.padding, PADDINGS)
+        checks.one_of("weighting", self.weighting, WEIGHTINGS)
+        set_field("damping", checks.positive_float("damping", self.damping))
+        if self.damping > 1:
+            raise ValueError(f"damping must be in (0, 1], got {self.damping}")
+        checks.one_of("slice_kind", self.slice_kind, directions.KINDS)
+        checks.one_of("baseline", self.baseline, BASELINES)
+        checks.static_bool("in_memory", self.in_memory)
+        checks.static_bool("token_bias", self.token_bias)
+        checks.positive_int("num_slices", self.num_slices)
+        set_field("ridge", checks.non_negative_float("ridge", self.ridge))
+        if not isinstance(self.features, str):
+            set_field("features", checks.items("features", self.features))
+        if not self.features:
+            raise ValueError("features must name a family or hold at least one")
+        creatable = [name for name, family in FAMILIES.items() if hasattr(family, "create")]
+        for family in self.families:
+            if isinstance(family, str):
+                checks.one_of("features", family, creatable)
+            else:
+                check_families("features", (family,))
+        if self.coefficients == "shared" and self.token_bias:
+            raise ValueError("coefficients='shared' goes with token_bias=False")
+        if self.objective == "kl":
+            self._check_kl()
+
+    def _check_kl(self) -> None:
+        plain = dict(
+            coefficients=("pooled", "per_head"),
+            baseline=("none",),
+            token_bias=(False,),
+            ridge_scale=("absolute",),
+            rows=("active",),
+            weighting=("none",),
+        )
+        for name, allowed in plain.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"objective='kl' fits the source dual through one key closure, layer by "
+                    f"layer: {name} must be one of {allowed}, got {getattr(self, name)!r}"
+                )
+
+    @property
+    def default_closures(self) -> str:
+        """ASAP."""
+        return "two_sided"
+
+    @property
+    def families(self) -> tuple[Any, ...]:
+        """The chosen feature families, by name or as instances."""
+        chosen = self.features
+        return tuple(chosen.split("+")) if isinstance(chosen, str) else tuple(chosen)
+
+    @property
+    def reads_batches_again(self) -> bool:
+        """Whether solving goes through the calibration batches again: KL out of memory."""
+        return self.objective == "kl" and not self.in_memory
+
+    def check_closures(self, closures: str | int) -> None:
+        """Raises ValueError where other settings do not go with ``closures``."""
+        if self.objective == "kl" and closures not in functions.CLOSURES:
+            raise ValueError(
+                f"objective='kl' fits the source dual through one key closure: closures must be "
+                f"one of {functions.CLOSURES}, got {closures!r}"
+            )
+        if self.weighting != "none" and closures not in ("one_sided", 1):
+            raise ValueError(
+                f"weighting={self.weighting!r} is for one closure (closures='one_sided' or 1), got "
+                f"closures={closures!r}"
+            )
+        if closures == "none" and (self.token_bias or self.baseline != "none"):
+            raise ValueError("closures='none' goes with baseline='none' and token_bias=False")
+
+    def layer_fit(
+        self,
+        path: str,
+        record: Record,
+        *,
+        closures: str | int | None,
+        seed: int = 0,
+        holdout: float = 0.2,
+    ) -> PaperLayerFit:
+        """The fit of the layer at ``path``."""
+        del holdout  # nothing is chosen
+        return PaperLayerFit(path, record, self.closures_of(record.spec, closures), self, seed)
+
+    def solve(self, layers: Mapping[str, PaperLayerFit], again: Again) -> dict[str, Solved]:
+        """Solves every layer, on the sums over all of them for shared coefficients."""
+        totals = None
+        if self.coefficients == "shared":
+            parts = zip(*(layer.total() for layer in layers.values()), strict=True)
+            totals = [functools.reduce(operator.add, sums) for sums in parts]
+        for path, layer in layers.items():
+            layer.shared = totals
+            layer.stream = functools.partial(again, path)
+        return super().solve(layers, again)
+
+
+class PaperLayerFit(LayerFit):
+    """Sums of one layer, then its coefficients.
+
+    Least squares holds normal equations only. The KL objective also holds q, k, mask, features
+    and targets of every batch unless they are to be streamed.
+
+    Attributes:
+      shared: normal equations over all layers, one per target, to be solved instead.
+      stream: gives the layer's records again, one pass a call (KL out of memory).
+    """
+
+    shared: list[NormalEquations] | None = None
+    stream: Callable[[], Iterator[Record]] | None = None
+
+    def __init__(self, path: str, record: Record, closures: str | int, fit: PaperFit, seed: int):
+        super().__init__(path, record, closures)
+        self.fit = fit
+        per_head = fit.coefficients == "per_head"
+        self.regression = Regression(fit.rows, per_head, fit.ridge, fit.ridge_scale)
+        self.targets: tuple[str | int, ...] = (closures,)
+        if isinstance(closures, str):
+            self.targets = ("final_query", "final_key") if closures == "none" else ("source",)
+        # The paper's bank of slices is the same for every layer.
+        settings = dict(num_slices=fit.num_slices, slice_kind=fit.slice_kind)
+        create = lambda name: FAMILIES[name].create(
+            jax.random.key(seed), record.query.shape[-1], **settings
+        )
+        self.families = tuple(create(f) if isinstance(f, str) else f for f in fit.families)
         self.head_dim = record.query.shape[-1]
         self.sums: list[NormalEquations] = []
         self.offset: Any = None
-        self.items: list[list[targets.KLItem]] = [[] for _ in range(self.depth)]
+        self.items: list[list[kl_data.KLItem]] = [[] for _ in range(self.depth)]
         self.num_problems = 0
 
-    @property
-    def num_features(self) -> int:
-        """Features of all families together, without a token bias."""
-        return sum(family.num_features(self.head_dim) for family in self.families)
-
-    @property
-    def depth(self) -> int:
-        """Layers in the stack, 1 without a scan."""
-        return math.prod(self.stack)
-
-    def add(self, record: Record, where: str) -> None:
-        """Adds one batch; ``where`` names it in errors.
-
-        Raises:
-          ValueError: the batch gives a value that is not finite, or another length than the
-            first where a token bias is fitted.
-        """
-        options = self.options
-        check(record, self.path, where)
-        record = targets.settle(record, options.padding)
+    def _add(self, record: Record, where: str) -> None:
+        fit = self.fit
+        record = record.with_padding(fit.padding)
+        settings = dict(
+            baseline=fit.baseline,
+            token_bias=fit.token_bias,
+            rows=fit.rows,
+            damping=fit.damping if fit.weighting == "gauss_newton" else None,
+        )
         new = [
-            targets.layer_sums(
-                record,
-                self.families,
-                target=target,
-                baseline=options.baseline,
-                token_bias=options.token_bias,
-                rows=options.rows,
-                damping=options.damping if options.weighting == "gauss_newton" else None,
-            )
-            for target in options.targets
+            targets.layer_sums(record, self.families, target=target, **settings)
+            for target in self.targets
         ]
-        if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(new)):
-            raise ValueError(
-                f"{where} gives a value that is not finite at layer {self.path!r} "
-                f"(query of shape {record.query.shape})"
-            )
+        self.check_finite(new, record, where)
         if self.sums and self.sums[0].moment.shape != new[0].moment.shape:
             raise ValueError(
                 f"{where} has queries of shape {record.query.shape} at layer {self.path!r}: "
                 f"token_bias=True needs batches of one length"
             )
         self.sums = _plus(self.sums, new) if self.sums else new
-        if options.closures == "none":
+        if self.closures == "none":
             offset = targets.key_offset(record)
             self.offset = offset if self.offset is None else _plus(self.offset, offset)
-        if options.objective == "kl":
+        if fit.objective == "kl":
             shape = record.query.shape[len(self.stack) :]
             self.num_problems += math.prod(shape[:-3]) * shape[-2]
-            if options.in_memory:
+            if fit.in_memory:
                 for i, one in enumerate(unstack(record)):
-                    self.items[i].append(targets.kl_item(one, self.families))
+                    self.items[i].append(kl_data.kl_item(one, self.families))
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
-        """Replaces the sums by their totals over processes, see ``compile.Calibration.reduce``."""
+        """Replaces the sums by their totals over processes; ValueError for the KL objective."""
+        if self.fit.objective == "kl":
+            super().reduce(total)
         self.sums, self.offset = total((self.sums, self.offset))
 
     def total(self) -> list[NormalEquations]:
@@ -101,151 +255,67 @@ class LayerFit:
         depth = len(self.stack)
         return [jax.tree.map(lambda x: x.sum(tuple(range(depth + 1))), s) for s in self.sums]
 
-    def solve(
-        self, stream: Stream, shared: list[NormalEquations] | None = None
-    ) -> tuple[CompiledState, list[dict]]:
-        """The layer's state, arrays stacked under a scan, and figures of each layer's fit.
-
-        Args:
-          stream: gives the layer's records again, one pass a call (KL out of memory).
-          shared: sums over all layers, where coefficients are shared.
-
-        Raises:
-          ValueError: no active token was seen.
-        """
-        solved = [self._solve_one(i, stream, shared) for i in range(self.depth)]
-        heads = [
-            jax.tree.map(lambda *x: jnp.stack(x).reshape(*self.stack, *x[0].shape), *heads)
-            for heads in zip(*(heads for heads, _ in solved), strict=True)
-        ]
-        mark = stack_mark(self.stack)
-        state = CompiledState(self._predictor(heads), self.spec, self.options.closures, mark)
-        return state, [figures for _, figures in solved]
-
-    def _predictor(self, heads):
-        stacked = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (*self.stack, *x.shape)), self.families
-        )
-        if self.options.closures == "none":
-            total, count = (x.sum(-1) for x in self.offset)
-            query, key = (
-                Predictor(stacked, LinearHead(head), side=side, padding=self.options.padding)
-                for (head, _), side in zip(heads, ("query", "key"), strict=True)
-            )
-            return DualPair(query, key, total / jnp.maximum(count, jnp.ones_like(count)))
-        head, bias = heads[0]
-        target = self.options.targets[0]
-        side = "query" if target == "source" else self.spec.side_before_end(target)
-        return Predictor(
-            stacked,
-            LinearHead(head),
-            token_bias=bias if self.options.token_bias else None,
-            side=side,
-            baseline=self.options.baseline,
-            padding=self.options.padding,
-        )
-
-    def _solve_one(self, index, stream, shared):
-        """``[(coefficients, token bias or empty), ...]`` per target, and figures."""
+    def solve_one(self, index: int) -> tuple[Predictor | DualPair, dict[str, Any]]:
+        """The predictor of layer ``index``, a DualPair for closures ``"none"``, and figures."""
         heads, figures = [], {}
-        for sums in self.sums if shared is None else shared:
-            if shared is None:
-                sums = jax.tree.map(
-                    lambda x: x.reshape(self.depth, *x.shape[len(self.stack) :])[index], sums
+        for sums in self.shared or [self._layer(sums, index) for sums in self.sums]:
+            sums, coefficients, new = self.regression.solve(sums)
+            figures = figures or new
+            if self.fit.objective == "kl":
+                result = self._kl(index, sums)
+                coefficients = result.coefficients
+                figures |= dict(
+                    kl_reason=result.reason,
+                    kl_converged=result.converged,
+                    kl_steps=result.num_steps,
+                    plan_kl=result.plan_kl,
                 )
-                if self.options.coefficients == "pooled":
-                    sums = sums.pooled()
-            solution = sums.solve(self.options.ridge, self.options.ridge_scale)
-            if not bool(np.asarray(solution.ok).all()):
-                raise ValueError(
-                    f"layer {self.path!r} saw no active token in the calibration batches"
-                )
-            figures.setdefault("r_squared_fit", float(np.asarray(solution.r_squared).mean()))
-            figures.setdefault("num_rows", float(np.asarray(solution.num_rows).sum()))
-            w = solution.coefficients
-            if self.options.objective == "kl":
-                w = self._kl(index, sums, stream, figures)
-            count = self.num_features if self.options.token_bias else w.shape[-1]
-            heads.append((w[..., :count], w[..., count:]))
-        return heads, figures
+            heads.append(coefficients)
+        predictor = functools.partial(Predictor, self.families, padding=self.fit.padding)
+        if self.closures == "none":
+            query, key = (
+                predictor(LinearHead(head), side=side)
+                for head, side in zip(heads, ("query", "key"), strict=True)
+            )
+            total, count = (x.sum(-1) for x in self._layer(self.offset, index))
+            return DualPair(query, key, total / jnp.maximum(count, jnp.ones_like(count))), figures
+        (head,), bias = heads, None
+        if self.fit.token_bias:
+            width = sum(family.num_features(self.head_dim) for family in self.families)
+            head, bias = head[..., :width], head[..., width:]
+        source = isinstance(self.closures, str)
+        side = "query" if source else self.spec.side_before_end(self.closures)
+        baseline = self.fit.baseline
+        return predictor(LinearHead(head), token_bias=bias, side=side, baseline=baseline), figures
 
-    def _kl(self, index, sums, stream, figures):
-        items = groups(self.items[index]) if self.items[index] else _Stream(self, index, stream)
-        result = kl_search.minimise(
+    def _layer(self, sums: Any, index: int) -> Any:
+        """The sums of one layer of the stack."""
+        depth = len(self.stack)
+        return jax.tree.map(lambda x: x.reshape(self.depth, *x.shape[depth:])[index], sums)
+
+    def _kl(self, index: int, sums: NormalEquations) -> kl_search.KLFit:
+        held = self.items[index]
+        return kl_search.minimise(
             sums,
-            items,
-            targets.KLBlocks(self.spec),
+            kl_data.groups(held) if held else _StreamedItems(self, index),
+            kl_data.KLBlocks(self.spec),
             epsilon=self.spec.epsilon,
-            ridge=self.options.ridge,
+            ridge=self.fit.ridge,
             num_problems=self.num_problems,
         )
-        figures.update(
-            kl_reason=result.reason,
-            kl_converged=result.converged,
-            kl_steps=result.num_steps,
-            plan_kl=result.plan_kl,
-        )
-        return result.coefficients
 
 
-def check(record: Record, path: str, where: str) -> None:
-    """Raises ValueError for a mask of other values than 0 and 1, or no active token at all."""
-    if record.mask is None:
-        return
-    mask = np.asarray(record.mask)
-    if mask.dtype != bool and not np.isin(mask, (0, 1)).all():
-        raise ValueError(
-            f"{where} has a mask of shape {mask.shape} at layer {path!r} that must hold only 0 and "
-            f"1; give additive masks as bias"
-        )
-
-
-class _Stream(Iterable):
+class _StreamedItems(Iterable):
     """A layer's KL items, made again from the model's records on every pass."""
 
-    def __init__(self, layer: LayerFit, index: int, stream: Stream):
-        self.layer, self.index, self.stream = layer, index, stream
+    def __init__(self, layer: PaperLayerFit, index: int):
+        self.layer, self.index = layer, index
 
-    def __iter__(self):
-        for record in self.stream():
-            record = targets.settle(record, self.layer.options.padding)
-            yield targets.kl_item(unstack(record)[self.index], self.layer.families)
-
-
-def families(record: Record, options: Options) -> tuple:
-    """The feature families of a layer; the paper's slice bank is the same for every layer."""
-    create = lambda name: FAMILIES[name].create(
-        jax.random.key(options.seed),
-        record.query.shape[-1],
-        num_slices=options.num_slices,
-        slice_kind=options.slice_kind,
-    )
-    return tuple(create(f) if isinstance(f, str) else f for f in options.families)
+    def __iter__(self) -> Iterator[kl_data.KLItem]:
+        for record in self.layer.stream():
+            record = record.with_padding(self.layer.fit.padding)
+            yield kl_data.kl_item(unstack(record)[self.index], self.layer.families)
 
 
-def is_held_out(index: int, share: float) -> bool:
-    """Whether batch ``index`` is held out: never the first, then one in every ``1 / share``."""
-    before = lambda i: math.ceil(i * share - 1e-9)
-    return index > 0 and before(index) > before(index - 1)
-
-
-def unstack(record: Record) -> list[Record]:
-    """The records of the single layers of a stack, in order."""
-    if not record.stack:
-        return [record]
-    depth, count = len(record.stack), math.prod(record.stack)
-    flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[depth:]), record)
-    return [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(count)]
-
-
-def groups(items: list[Any]) -> list[Any]:
-    """Items of equal shapes stacked along a new leading axis, one pytree a shape."""
-    by_shape: dict[Any, list] = {}
-    for item in items:
-        leaves, tree = jax.tree.flatten(item)
-        by_shape.setdefault((tree, *((x.shape, x.dtype) for x in leaves)), []).append(item)
-    return [jax.tree.map(lambda *x: jnp.stack(x), *group) for group in by_shape.values()]
-
-
-def _plus(a, b):
+def _plus(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)

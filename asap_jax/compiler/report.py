@@ -27,11 +27,12 @@ class LayerReport:
       rows: operator name to ``{rel_l2, output_rmse, row_error, column_error}``.
       fit: ``r_squared_fit`` (least squares, fit batches) and ``r_squared`` (report batches) of the
         predicted dual, ``num_rows`` regression rows; for a KL fit ``kl_reason``,
-        ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches); under the
-        automatic recipe the ``candidate`` kept, the rel-l2 of each on the ``choice`` batches,
-        those that were ``too_slow``, ``chosen_in_sample``: no batch was to spare for the choice,
-        and the default numbers of closures ``left_out``, as the teacher has too few steps.
-      ladder: automatic recipe: operator to number of closures to Rung, on the report batches.
+        ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches); for a
+        number of closures the default numbers ``left_out``, as the teacher has too few steps; for
+        the automatic choice the chosen ``candidate``, the rel-l2 of each on the ``choice`` batches,
+        those that were ``too_slow``, and ``chosen_in_sample``: no batch was to spare for the
+        choice.
+      ladder: automatic choice: operator to number of closures to Rung, on the report batches.
     """
 
     path: str
@@ -55,9 +56,9 @@ class LayerReport:
                 text += " (ALL beyond the time limit: this is the fastest)"
             elif fit["too_slow"]:
                 text += f" (too slow: {', '.join(map(repr, fit['too_slow']))})"
-            if fit["left_out"]:
-                counts = ", ".join(map(str, fit["left_out"]))
-                text += f"; the teacher has too few steps for {counts} closures, left out"
+        if fit.get("left_out"):
+            counts = ", ".join(map(str, fit["left_out"]))
+            text += f"; the teacher has too few steps for {counts} closures, left out"
         return text
 
     def _ladder(self) -> list[str]:
@@ -80,13 +81,14 @@ class LayerReport:
             "ms: one attention call on one batch)"
         )
         (num_steps,) = self.ladder["teacher"]
-        kept, budget = (self.ladder.get(x, {}) for x in (self.fit.get("candidate"), SAME_ENDING))
-        equal = [n for n in rungs if n in kept and n in budget and (num_steps - n) % 2 == 0]
-        lost = [str(n) for n in equal if kept[n].rel_l2 > budget[n].rel_l2]
+        names = self.fit.get("candidate"), SAME_ENDING
+        chosen, budget = (self.ladder.get(name, {}) for name in names)
+        equal = [n for n in rungs if n in chosen and n in budget and (num_steps - n) % 2 == 0]
+        lost = [str(n) for n in equal if chosen[n].rel_l2 > budget[n].rel_l2]
         if lost:
             lines.append(
-                f"  WARNING: {self.fit['candidate']!r} is no closer than Sinkhorn of as many steps "
-                f"at n={', '.join(lost)}; more calibration data may help"
+                f"  WARNING: {self.fit['candidate']!r} is no closer than Sinkhorn with the "
+                f"same number of steps at n={', '.join(lost)}; more calibration data may help"
             )
         return lines
 

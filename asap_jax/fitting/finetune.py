@@ -19,10 +19,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from asap_jax.fitting import lbfgs
-from asap_jax.fitting import targets as calibrate
 from asap_jax.predictor import starting_dual
 from asap_jax.predictor.predictor import MLPHead, Predictor
-from asap_jax.records import Record
+from asap_jax.records import Record, problem
 from asap_jax.solvers import log_domain as closing
 
 PATIENCE = 10  # accepted steps without a better validation value
@@ -114,7 +113,7 @@ def tune(
 @jax.jit
 def plan_target(record: Record) -> PlanTarget:
     """The teacher's side of the divergence, of one record that is not stacked."""
-    p, spec = calibrate.problem(record), record.spec
+    p, spec = problem(record), record.spec
     kernel, log_target = closing.terms(p, spec)
     start = jnp.zeros_like(kernel[..., 0, :])
     u, v = closing.alternate(
@@ -128,7 +127,7 @@ def plan_divergence(
     predictor: Predictor, record: Record, target: PlanTarget, *, closures: int
 ) -> jax.Array:
     """Mean of ``KL(P || P_hat)``, plans of unit mass per query, over the problems of a record."""
-    p, spec = calibrate.problem(record), record.spec
+    p, spec = problem(record), record.spec
     kernel, log_target = closing.terms(p, spec)
     scaling, side = starting_dual.predicted_scaling(predictor, p, spec)
     left = closures - len(predictor.corrections)

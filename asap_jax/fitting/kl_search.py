@@ -1,4 +1,4 @@
-"""The search for the minimum of the KL objective: whitened L-BFGS over data in parts."""
+"""ASAP-KL: the minimum of the KL objective, by whitened L-BFGS over data in parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import checks
+from asap_jax import checks, masks
 from asap_jax.fitting import kl_objective, lbfgs
 from asap_jax.fitting.least_squares import NormalEquations
+from asap_jax.spec import KEY_MASSES
 
 MAX_STEPS = 100
 
@@ -42,6 +43,52 @@ class KLFit:
     objective_ls: float = flax.struct.field(pytree_node=False)
     plan_kl: float = flax.struct.field(pytree_node=False)
     gradient_ratio: float = flax.struct.field(pytree_node=False)
+
+
+def fit_kl(
+    features: Any,
+    targets: Any,
+    scores: Any,
+    shift: Any,
+    *,
+    epsilon: float = 1.0,
+    ridge: float = 1e-3,
+    key_mass: str = "balanced",
+    mask: Any = None,
+) -> KLFit:
+    """Minimises ``kl_objective`` over one coefficient vector, all leading axes pooled.
+
+    Started at the ridge least-squares solution, whitened by the Hessian there, directions of
+    ``optax.lbfgs``.
+
+    Args: as ``kl_objective``.
+
+    Returns:
+      KLFit with ``.coefficients (F,)``; never worse than least squares.
+
+    Raises:
+      ValueError: no problem, no active query, a value that is not finite, or shapes and settings
+        as in ``kl_objective``.
+    """
+    x, y, s, shift = kl_objective.arguments(features, targets, scores, shift)
+    epsilon = checks.positive_float("epsilon", epsilon)
+    checks.one_of("key_mass", key_mass, KEY_MASSES)
+    block = kl_objective.make_block(x, y, s, shift, mask, epsilon=epsilon, key_mass=key_mass)
+    bool_mask = masks.as_mask(mask, s.shape)
+    costs = s - shift[..., :, None]
+    if bool_mask is not None:  # masked slots may hold anything
+        costs = jnp.where(jnp.broadcast_to(bool_mask, s.shape), costs, jnp.zeros_like(costs))
+    if not bool(jnp.all(jnp.isfinite(costs) | jnp.isneginf(s))):
+        raise ValueError("scores or shift hold a value that is not finite in an active slot")
+    valid = jnp.any(block.kernel > -jnp.inf, -1)
+    sums = NormalEquations.zero(x.shape[-1], dtype=x.dtype).add(x, y, valid)
+    count = int(np.prod(s.shape[:-2]))
+    stacked = jax.tree.map(lambda a: a[None], block)
+    return minimise(sums, [stacked], _identity, epsilon=epsilon, ridge=ridge, num_problems=count)
+
+
+def _identity(block: kl_objective.Block) -> kl_objective.Block:
+    return block
 
 
 def minimise(

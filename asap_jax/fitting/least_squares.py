@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 from asap_jax import checks
 
 RIDGE_SCALES = ("absolute", "trace", "diagonal")
+ROWS = ("active", "all")
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -189,6 +192,38 @@ class NormalEquations:
         return LeastSquaresFit(
             w, jnp.where(ok, r_squared, jnp.zeros_like(r_squared)), self.num_rows, ok
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Regression:
+    """What all least-squares fits of one layer share: which rows, and how they are solved.
+
+    Attributes:
+      rows: ``"active"`` tokens, or ``"all"`` that take part in the closures.
+      per_head: one coefficient vector a head, or one for all heads.
+      ridge, ridge_scale: see ``NormalEquations.solve``.
+    """
+
+    rows: str
+    per_head: bool
+    ridge: float
+    ridge_scale: str
+
+    def solve(self, sums: NormalEquations) -> tuple[NormalEquations, jax.Array, dict[str, float]]:
+        """The sums as they were solved, the coefficients, and figures of the fit.
+
+        Raises:
+          ValueError: no active token, or values that are not finite.
+        """
+        sums = sums if self.per_head else sums.pooled()
+        solution = sums.solve(self.ridge, self.ridge_scale)
+        if not bool(np.asarray(solution.ok).all()):
+            raise ValueError("no active token in the calibration batches, or a value not finite")
+        figures = dict(
+            r_squared_fit=float(np.asarray(solution.r_squared).mean()),
+            num_rows=float(np.asarray(solution.num_rows).sum()),
+        )
+        return sums, solution.coefficients, figures
 
 
 def _ridge_size(square, ridge_scale):

@@ -1,7 +1,8 @@
 """Sinkhorn attention for Flax linen."""
 
-from asap_jax.linen.attention import CAPTURE, STATE, Calibration, SinkhornAttention, compile
+from asap_jax.linen.attention import CAPTURE, STATE, SinkhornAttention
 from asap_jax.linen.baselines import DiffAttention, EspAttention
+from asap_jax.linen.calibration import Calibration, compile, state_tree
 
 __all__ = [
     "CAPTURE",
@@ -11,4 +12,5 @@ __all__ = [
     "EspAttention",
     "SinkhornAttention",
     "compile",
+    "state_tree",
 ]

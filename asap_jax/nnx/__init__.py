@@ -1,13 +1,8 @@
 """Sinkhorn attention for Flax nnx."""
 
-from asap_jax.nnx.attention import (
-    AsapCapture,
-    AsapState,
-    Calibration,
-    SinkhornAttention,
-    compile,
-)
+from asap_jax.nnx.attention import AsapCapture, AsapState, SinkhornAttention
 from asap_jax.nnx.baselines import DiffAttention, EspAttention, EspSetting, set_esp_temperature
+from asap_jax.nnx.calibration import Calibration, attach, compile, sinkhorn_layers
 
 __all__ = [
     "AsapCapture",
@@ -17,6 +12,8 @@ __all__ = [
     "EspAttention",
     "EspSetting",
     "SinkhornAttention",
+    "attach",
     "compile",
     "set_esp_temperature",
+    "sinkhorn_layers",
 ]

@@ -1,0 +1,194 @@
+"""What all fits have in common: settings (``Fit``) and the work on one layer (``LayerFit``)."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asap_jax import checks
+from asap_jax.attention import functions
+from asap_jax.compiler.report import Rung
+from asap_jax.predictor.predictor import DualPair, Predictor
+from asap_jax.records import CompiledState, Record, check_mask, stack_mark
+from asap_jax.spec import SinkhornSpec
+
+CLOSURES = (*functions.CLOSURES, "none")
+Ladder = dict[str, dict[int, Rung]]
+Again = Callable[[str], Iterator[Record]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit(abc.ABC):
+    """How layers are fitted: settings only, checked when they are made."""
+
+    @property
+    @abc.abstractmethod
+    def default_closures(self) -> str | int:
+        """What ``closures=None`` means."""
+
+    @property
+    def reads_batches_again(self) -> bool:
+        """Whether solving goes through the calibration batches again."""
+        return False
+
+    @abc.abstractmethod
+    def check_closures(self, closures: str | int) -> None:
+        """Raises ValueError where this fit cannot fit to ``closures``."""
+
+    @abc.abstractmethod
+    def layer_fit(
+        self,
+        path: str,
+        record: Record,
+        *,
+        closures: str | int | None,
+        seed: int = 0,
+        holdout: float = 0.2,
+    ) -> LayerFit:
+        """The fit of one layer.
+
+        Args:
+          path: the layer's address.
+          record: its first record, which shows its shapes; it is not added.
+          closures, seed, holdout: see ``Options``.
+        """
+
+    def check_teacher(self, path: str, spec: SinkhornSpec, closures: str | int | None) -> None:
+        """Raises ValueError for a teacher that cannot be compiled so, with the reason."""
+        if spec.num_steps == 1:
+            raise ValueError(
+                f"layer {path!r} has num_steps=1, which is row softmax: it has no dual before its "
+                f"only step, so there is nothing to compile; leave it out with layers=[...]"
+            )
+        check_steps("closures", closures, path, spec)
+
+    def closures_of(self, spec: SinkhornSpec, closures: str | int | None) -> str | int:
+        """``closures`` for a teacher; the default is at most what it has steps to save."""
+        if closures is not None:
+            return closures
+        default = self.default_closures
+        return default if isinstance(default, str) else min(default, spec.num_steps - 1)
+
+    def solve(self, layers: Mapping[str, LayerFit], again: Again) -> dict[str, Solved]:
+        """Solves every layer; ``again(path)`` is one more pass over the records of a layer."""
+        del again  # for fits that read batches again
+        return {path: layer.solve() for path, layer in layers.items()}
+
+
+Solved = tuple[CompiledState, list[dict[str, Any]]]
+
+
+class LayerFit(abc.ABC):
+    """Collects one layer's calibration data and solves for its predictor.
+
+    A layer stack of a scan is one LayerFit: its layers are solved apart.
+
+    Attributes:
+      path, spec, stack: of the layer, see ``Record``.
+      closures: what the layer is compiled to.
+    """
+
+    def __init__(self, path: str, record: Record, closures: str | int):
+        self.path, self.closures = path, closures
+        self.spec, self.stack = record.spec, record.stack
+
+    @property
+    def depth(self) -> int:
+        """Layers in the stack, 1 without a scan."""
+        return math.prod(self.stack)
+
+    def add(self, record: Record, where: str) -> None:
+        """Adds one batch; ``where`` names it in errors.
+
+        Raises:
+          ValueError: the batch gives a value that is not finite, a mask has other values than 0
+            and 1, or the batch does not fit those before it.
+        """
+        check_mask(record, self.path, where)
+        self._add(record, where)
+
+    @abc.abstractmethod
+    def _add(self, record: Record, where: str) -> None:
+        """Adds one checked batch."""
+
+    def reduce(self, total: Callable[[Any], Any]) -> None:
+        """Replaces sums by their totals over processes, see ``Calibration.reduce``.
+
+        Raises:
+          ValueError: the fit keeps activations.
+        """
+        raise ValueError(
+            f"only sums add up over processes, and the fit of layer {self.path!r} keeps "
+            f"activations: compile on one process"
+        )
+
+    @abc.abstractmethod
+    def solve_one(self, index: int) -> tuple[Predictor | DualPair, dict[str, Any]]:
+        """The predictor of layer ``index`` of the stack, and figures of its fit."""
+
+    def solve(self) -> Solved:
+        """The layer's state, arrays stacked under a scan, and figures of each layer's fit.
+
+        Raises:
+          ValueError: no active token was seen, or values that are not finite; names the layer.
+        """
+        try:
+            solved = [self.solve_one(index) for index in range(self.depth)]
+        except ValueError as error:
+            raise ValueError(f"layer {self.path!r}: {error}") from error
+        return self.state([p for p, _ in solved]), [figures for _, figures in solved]
+
+    def state(self, predictors: list[Predictor | DualPair]) -> CompiledState:
+        """The compiled state of the stack from the predictors of its layers."""
+        stacked = jax.tree.map(
+            lambda *x: jnp.stack(x).reshape(*self.stack, *jnp.shape(x[0])), *predictors
+        )
+        return CompiledState(stacked, self.spec, self.closures, stack_mark(self.stack))
+
+    def ladder(self, record: Record, *, timed: bool) -> list[Ladder] | None:
+        """Fidelity of other choices on a record, layer by layer; None if there are none."""
+        del record, timed
+
+    def check_finite(self, values: Any, record: Record, where: str) -> None:
+        """Raises ValueError unless all arrays of ``values`` are finite."""
+        check_finite(values, record, self.path, where)
+
+
+def check_finite(values: Any, record: Record, path: str, where: str) -> None:
+    """Raises ValueError, naming batch and layer, unless all arrays of ``values`` are finite."""
+    if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(values)):
+        raise ValueError(
+            f"{where} gives a value that is not finite at layer {path!r} (query of shape "
+            f"{record.query.shape})"
+        )
+
+
+def is_held_out(index: int, share: float) -> bool:
+    """Whether batch ``index`` is held out: never the first, then one in every ``1 / share``."""
+    before = lambda i: math.ceil(i * share - 1e-9)
+    return index > 0 and before(index) > before(index - 1)
+
+
+def check_steps(name: str, value: Any, path: str, spec: SinkhornSpec) -> None:
+    """Raises ValueError for a number of closures, or several, beyond the teacher's steps."""
+    counts = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(n, int) and n >= spec.num_steps for n in counts):
+        raise ValueError(
+            f"{name}={value} needs a teacher of more steps than layer {path!r} with "
+            f"num_steps={spec.num_steps}"
+        )
+
+
+def check_closures(closures: Any) -> str | int:
+    """``closures`` as a known name or a Python int >= 1; ValueError or TypeError otherwise."""
+    if isinstance(closures, str):
+        checks.one_of("closures", closures, CLOSURES)
+        return closures
+    return checks.positive_int("closures", closures)

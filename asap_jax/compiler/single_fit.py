@@ -1,0 +1,315 @@
+"""One way of predicting the dual that n closures start from, and the fit of a layer by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from asap_jax import checks
+from asap_jax.compiler.fit import Fit, LayerFit
+from asap_jax.features import Moments, check_families
+from asap_jax.fitting import fidelity, finetune, stages, targets
+from asap_jax.fitting.least_squares import RIDGE_SCALES, ROWS, NormalEquations, Regression
+from asap_jax.predictor.predictor import Predictor
+from asap_jax.records import Record, unstack
+from asap_jax.spec import PADDINGS, SinkhornSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberedFit(Fit):
+    """A fit to a number of closures, by default 2 or as many as the teacher has steps to save."""
+
+    @property
+    def default_closures(self) -> int:
+        """Two closures."""
+        return 2
+
+    def check_closures(self, closures: str | int) -> None:
+        """Raises ValueError for the paper's endings, which are names."""
+        if isinstance(closures, str):
+            raise ValueError(
+                f"closures={closures!r} is for fit=PaperFit(...): this fit needs a number of "
+                f"closures"
+            )
+
+    def left_out(self, spec: SinkhornSpec, closures: int | None) -> tuple[int, ...]:
+        """What a default asks for, but needs more steps than the teacher has."""
+        default = self.default_closures
+        return (default,) if closures is None and default >= spec.num_steps else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate(NumberedFit):
+    """One way to predict the dual that n closures start from.
+
+    Attributes:
+      name: what reports call it.
+      rounds: codebook rounds on top of the features; 0 is the features alone.
+      num_centres: R, centres per head and side.
+      chain: correct the dual after every closure but the last.
+      rows: ``"active"`` or ``"all"``, see ``PaperFit``.
+      padding: which tokens carry features, see ``Predictor``; None leaves it to the spec.
+      damping: None for plain least squares; else the last stage before a single closure is
+        weighted by the curvature of its KL objective, so damped.
+      coefficients: ``"per_head"`` or ``"pooled"``.
+      ridge, ridge_scale: see ``NormalEquations.solve``.
+      tuned: steps of tuning by the divergence of the plans after all closures; 0 for none.
+      hidden: units of a hidden layer beside the linear head, tuned too; 0 for none.
+      features: feature families of every stage; a codebook comes on top of them.
+
+    Raises:
+      ValueError, TypeError: a setting out of range or of the wrong type.
+    """
+
+    name: str
+    rounds: int = 0
+    num_centres: int = 16
+    chain: bool = False
+    rows: str = "active"
+    padding: str | None = None
+    damping: float | None = None
+    coefficients: str = "per_head"
+    ridge: float = 1e-5
+    ridge_scale: str = "diagonal"
+    tuned: int = 0
+    hidden: int = 0
+    features: tuple = (Moments(),)
+
+    def __post_init__(self):
+        checks.instance("name", self.name, str, "a string")
+        for name in ("rounds", "tuned", "hidden"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an int >= 0, got {value!r}")
+        if self.hidden and not self.tuned:
+            raise ValueError(f"hidden={self.hidden} units are fitted by tuning only: set tuned")
+        check_families("features", self.features)
+        if not self.features:
+            raise ValueError("features must hold a feature family, got ()")
+        checks.positive_int("num_centres", self.num_centres)
+        checks.static_bool("chain", self.chain)
+        checks.one_of("rows", self.rows, ROWS)
+        if self.padding is not None:
+            checks.one_of("padding", self.padding, PADDINGS)
+        checks.one_of("coefficients", self.coefficients, ("per_head", "pooled"))
+        checks.non_negative_float("ridge", self.ridge)
+        checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
+        if self.damping is not None and checks.non_negative_float("damping", self.damping) > 1:
+            raise ValueError(f"damping must be in [0, 1] or None, got {self.damping!r}")
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """What it takes to run, to be compared: rounds of centres, corrections, hidden units."""
+        return self.rounds * self.num_centres, int(self.chain), self.hidden
+
+    @property
+    def single_stage(self) -> bool:
+        """Whether it is one least-squares fit, which sums of the batches are enough for."""
+        return not (self.rounds or self.chain or self.tuned)
+
+    @property
+    def regression(self) -> Regression:
+        """What all its least-squares fits share."""
+        return Regression(self.rows, self.coefficients == "per_head", self.ridge, self.ridge_scale)
+
+    def suits(self, num_closures: int, *, masked: bool) -> bool:
+        """Whether it differs from a simpler candidate at this number of closures."""
+        if self.chain and num_closures < 2:
+            return False
+        if self.damping is not None and num_closures != 1:
+            return False
+        return masked or (self.rows == "active" and self.padding != "self")
+
+    def check_closures(self, closures: str | int) -> None:
+        """Raises ValueError for a name, or a number that a setting does not go with."""
+        super().check_closures(closures)
+        if self.damping is not None and closures != 1:
+            raise ValueError(
+                f"damping={self.damping} of fit {self.name!r} is for one closure: give closures=1, "
+                f"got closures={closures}"
+            )
+        if self.chain and closures < 2:
+            raise ValueError(
+                f"chain=True of fit {self.name!r} needs two closures or more, got "
+                f"closures={closures}"
+            )
+
+    def layer_fit(
+        self,
+        path: str,
+        record: Record,
+        *,
+        closures: str | int | None,
+        seed: int = 0,
+        holdout: float = 0.2,
+    ) -> LayerFit:
+        """The fit of the layer at ``path``: on sums where one stage is enough, or on records."""
+        del holdout  # nothing is chosen
+        left_out = self.left_out(record.spec, closures)
+        closures = self.closures_of(record.spec, closures)
+        if self.single_stage:
+            return SumsFit(path, record, closures, self, left_out)
+        return RecordsFit(path, record, closures, self, left_out, seed)
+
+    def fit(
+        self, records: Sequence[Record], num_closures: int, *, seed: int = 0
+    ) -> tuple[Predictor, dict[str, Any]]:
+        """Fits one layer, given all its records.
+
+        Args:
+          records: the layer's calibration records, not stacked.
+          num_closures: n, ``1 <= n <= num_steps - 1``.
+          seed: of the codebooks.
+
+        Returns:
+          The predictor for ``closures=n``, and ``r_squared_fit`` and ``num_rows`` of the dual it
+          predicts; after tuning also ``tuned_steps`` and ``validation_kl``.
+
+        Raises:
+          ValueError: no active token, or values that are not finite.
+        """
+        records = [record.with_padding(self.padding) for record in records]
+        fitted = stages.fit_rounds(
+            records,
+            self.features,
+            num_closures,
+            self.regression,
+            padding=self.padding,
+            rounds=self.rounds,
+            num_centres=self.num_centres,
+            damping=self.damping if num_closures == 1 else None,
+            seed=seed,
+        )
+        if self.chain:
+            fitted = stages.add_corrections(
+                fitted, records, self.features, num_closures, self.regression
+            )
+        if not self.tuned:
+            return fitted.predictor, fitted.figures
+        predictor, figures = finetune.tune(
+            fitted.predictor,
+            records,
+            fitted.whitenings,
+            closures=num_closures,
+            num_steps=self.tuned,
+            hidden=self.hidden,
+            seed=seed,
+        )
+        return predictor, fitted.figures | figures
+
+
+# Features of all tokens in the closures: padded queries carry column mass, so they help predict
+# the key dual (`python -m train study fidelity`).
+_every = functools.partial(Candidate, padding="none")
+
+# In the order of what they cost to run; all of them are least squares and quick to fit.
+CANDIDATES = (
+    _every("moments"),
+    Candidate("moments, active tokens", padding="self"),
+    _every("moments, weighted", damping=0.1),
+    _every("moments, chain", chain=True),
+    _every("codebook", rounds=2),
+    _every("codebook, weighted", rounds=2, damping=0.1),
+    _every("codebook, chain", rounds=2, chain=True),
+    _every("large codebook", rounds=3, num_centres=32),
+    _every("large codebook, weighted", rounds=3, num_centres=32, damping=0.1),
+)
+
+# Beside those, one for long attention, whose cost a longer layer hides, and some that take many
+# passes over the calibration data to fit.
+THOROUGH = (
+    *CANDIDATES,
+    _every("wide codebook", rounds=3, num_centres=64),
+    _every("moments, tuned", tuned=40),
+    _every("moments, chain, tuned", chain=True, tuned=40),
+    _every("codebook, tuned", rounds=2, tuned=40),
+    _every("codebook, chain, tuned", rounds=2, chain=True, tuned=40),
+    _every("codebook, chain, hidden", rounds=2, chain=True, tuned=60, hidden=16),
+)
+
+
+class SumsFit(LayerFit):
+    """A candidate of one stage: normal equations, added up batch by batch."""
+
+    def __init__(
+        self,
+        path: str,
+        record: Record,
+        closures: int,
+        candidate: Candidate,
+        left_out: tuple[int, ...],
+    ):
+        super().__init__(path, record, closures)
+        self.candidate, self.left_out = candidate, left_out
+        self.sums: NormalEquations | None = None
+
+    def _add(self, record: Record, where: str) -> None:
+        candidate = self.candidate
+        new = targets.layer_sums(
+            record.with_padding(candidate.padding),
+            candidate.features,
+            target=self.closures,
+            rows=candidate.rows,
+            damping=candidate.damping if self.closures == 1 else None,
+        )
+        self.check_finite(new, record, where)
+        self.sums = new if self.sums is None else self.sums + new
+
+    def reduce(self, total: Callable[[Any], Any]) -> None:
+        """Replaces the sums by their totals over processes."""
+        self.sums = total(self.sums)
+
+    def solve_one(self, index: int) -> tuple[Predictor, dict[str, Any]]:
+        """The predictor of layer ``index`` of the stack, and figures of its fit."""
+        depth = len(self.stack)
+        sums = jax.tree.map(lambda x: x.reshape(self.depth, *x.shape[depth:])[index], self.sums)
+        candidate, side = self.candidate, self.spec.side_before_end(self.closures)
+        predictor, figures, _ = stages.solve(
+            candidate.regression, [sums], candidate.features, side, candidate.padding
+        )
+        return predictor, dict(figures, left_out=self.left_out)
+
+
+class RecordsFit(LayerFit):
+    """A fit that goes through a layer's records more than once, and therefore holds them."""
+
+    def __init__(
+        self,
+        path: str,
+        record: Record,
+        closures: int,
+        candidate: Candidate | None,
+        left_out: tuple[int, ...],
+        seed: int,
+    ):
+        super().__init__(path, record, closures)
+        self.candidate, self.left_out, self.seed = candidate, left_out, seed
+        self.records: list[list[Record]] = []  # batch by batch, the layers of the stack
+
+    def _add(self, record: Record, where: str) -> None:
+        """Holds one batch, unless it has no active token."""
+        mass = fidelity.layer_balance(record)
+        self.check_finite(mass, record, where)
+        if (np.asarray(mass) > 0).all():
+            self.records.append(unstack(record))
+
+    def solve_one(self, index: int) -> tuple[Predictor, dict[str, Any]]:
+        """The predictor of layer ``index`` of the stack, and figures of its fit."""
+        predictor, figures = self.fit_one(self.candidate, self.records, self.closures, index)
+        return predictor, dict(figures, left_out=self.left_out)
+
+    def fit_one(
+        self, candidate: Candidate, records: list[list[Record]], num_closures: int, index: int
+    ) -> tuple[Predictor, dict[str, Any]]:
+        """``candidate`` fitted to layer ``index`` on ``records``."""
+        if not records:
+            raise ValueError("no active token in the calibration batches")
+        try:
+            return candidate.fit([r[index] for r in records], num_closures, seed=self.seed)
+        except ValueError as error:
+            raise ValueError(f"candidate {candidate.name!r}: {error}") from error

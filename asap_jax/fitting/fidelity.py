@@ -1,0 +1,138 @@
+"""How close an operator is to its teacher, on one record of a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from asap_jax import masks, metrics
+from asap_jax.attention import functions
+from asap_jax.fitting import targets
+from asap_jax.predictor.predictor import Predictor, predict
+from asap_jax.records import CompiledState, Record, call, over_stack, problem
+from asap_jax.solvers import log_domain
+from asap_jax.spec import SinkhornSpec
+
+
+@jax.jit
+def layer_balance(record: Record) -> jax.Array:
+    """Total mass of the teacher's weights on one record: 0 without tokens, NaN with NaN in any."""
+
+    def mass(record):
+        out, weights = call(record, functions.sinkhorn_attention, spec=record.spec)
+        return jnp.sum(weights) + 0 * jnp.sum(out).astype(weights.dtype)
+
+    return over_stack(mass, record)
+
+
+@functools.partial(jax.jit, static_argnames="budgets")
+def layer_fidelity(
+    record: Record, state: CompiledState, *, budgets: tuple[int, ...]
+) -> dict[str, dict[str, jax.Array]]:
+    """Fidelity of every operator to the teacher on one record (one *case*).
+
+    Operators: the compiled layer with its own closures, the paper's other operator when the
+    source dual was predicted, and Sinkhorn at each of ``budgets``.
+
+    Returns a dict from operator name to a dict of scalars: ``rel_l2``, ``output_rmse``,
+    ``row_error``, ``column_error``; ``"fit"`` holds ``r_squared`` of the predicted dual.
+    A stacked record gives arrays over its layers.
+    """
+
+    def fidelity(record, predictor):
+        spec = record.spec
+        run = functools.partial(call, record)
+        reference = run(functions.sinkhorn_attention, spec=spec)
+        p = problem(record)
+        target = jnp.exp(
+            jnp.asarray(log_domain.log_key_target(spec.key_mass, p.mask, p.score_shape, p.q.dtype))
+        )
+
+        def measure(operator):
+            out, weights = operator
+            valid = p.validity or masks.Validity(None, None)
+            tokens = None if valid.query is None else valid.query.any(-2)
+            return dict(
+                rel_l2=metrics.attention_rel_l2(weights, reference[1]),
+                output_rmse=metrics.output_rmse(out, reference[0], query_valid=tokens),
+                row_error=metrics.row_error(weights, valid.query),
+                column_error=metrics.column_error(weights, valid.key, target),
+            )
+
+        result = {}
+        for name, closures in operators(state.closures).items():
+            result[name] = measure(
+                run(functions.asap_attention, spec=spec, closures=closures, predictor=predictor)
+            )
+        for steps in budgets:
+            small = dataclasses.replace(spec, num_steps=steps)
+            result[f"Sinkhorn S={steps}"] = measure(run(functions.sinkhorn_attention, spec=small))
+        result["teacher"] = measure(reference)
+        result["fit"] = dict(r_squared=_r_squared(p, spec, state, predictor))
+        return result
+
+    return over_stack(fidelity, record, state.predictor)
+
+
+def operators(closures: str | int) -> dict[str, str | int]:
+    """The compiled operators a fit gives, by their names in reports."""
+    if closures == "none":
+        return {"both duals predicted": "none"}
+    if isinstance(closures, str):
+        return {"ASAP-0": "one_sided", "ASAP": "two_sided"}
+    return {f"compiled, {closures} closure{'s' if closures > 1 else ''}": closures}
+
+
+@functools.partial(jax.jit, static_argnames="closures")
+def rel_l2(record: Record, predictor: Predictor, *, closures: int) -> jax.Array:
+    """Attention rel-l2 of a predictor on one record, not stacked."""
+    settings = dict(spec=record.spec, predictor=predictor, closures=closures)
+    _, weights = call(record, functions.asap_attention, **settings)
+    return metrics.attention_rel_l2(weights, _teacher_weights(record))
+
+
+@functools.partial(jax.jit, static_argnames="small")
+def sinkhorn_rel_l2(record: Record, *, small: SinkhornSpec) -> jax.Array:
+    """Attention rel-l2 of Sinkhorn attention under the spec ``small`` on one record."""
+    _, weights = call(record, functions.sinkhorn_attention, spec=small)
+    return metrics.attention_rel_l2(weights, _teacher_weights(record))
+
+
+@functools.partial(jax.jit, static_argnames="closures")
+def zero_rel_l2(record: Record, *, closures: int) -> jax.Array:
+    """Attention rel-l2 of as many closures from a dual of 0, ending as the teacher does."""
+    p, spec = problem(record), record.spec
+    kernel, target = log_domain.terms(p, spec)
+    side = spec.side_before_end(closures)
+    zero = jnp.zeros_like(kernel[..., 0] if side == "query" else kernel[..., 0, :])
+    weights = log_domain.finish(kernel, zero, side=side, num_steps=closures, log_target=target)
+    return metrics.attention_rel_l2(weights, _teacher_weights(record))
+
+
+def _teacher_weights(record):
+    return call(record, functions.sinkhorn_attention, spec=record.spec)[1]
+
+
+def _r_squared(p, spec, state, predictor):
+    """Of the predicted dual; of the query dual where both are predicted."""
+    target = state.closures if isinstance(state.closures, int) else "source"
+    if state.closures == "none":
+        target, predictor = "final_query", predictor.query
+    y, _, validity = targets.target_dual(p, spec, target)
+    dual = predict(
+        predictor,
+        p.q,
+        p.k,
+        scale=p.scale,
+        scores=p.scores,
+        epsilon=spec.epsilon,
+        mask=p.mask,
+        query_valid=None if validity is None else validity.query,
+        key_valid=None if validity is None else validity.key,
+    )
+    valid = None if validity is None else getattr(validity, predictor.side)
+    keep = lambda x: x if valid is None else jnp.where(valid, x, jnp.zeros_like(x))
+    return 1 - jnp.sum(jnp.square(keep(y - dual))) / jnp.sum(jnp.square(keep(y)))

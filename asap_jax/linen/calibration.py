@@ -1,0 +1,227 @@
+"""Compiling a linen model: its records, and the states written back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+from flax.core.scope import union_filters
+
+from asap_jax import checks, records
+from asap_jax.compiler import calibration as compiling
+from asap_jax.compiler.fit import Fit
+from asap_jax.compiler.options import Options, explain_moved_settings
+from asap_jax.linen.attention import CAPTURE, SCAN_HINT, STATE
+from asap_jax.records import CompiledState, Record
+
+
+class Calibration(compiling.Calibration):
+    """Calibration of a linen model, also while it still trains.
+
+    ``add(variables, batch)`` as often as wanted, then ``finish(variables, report_batches)``;
+    ``compile`` does both. Layers accumulated while the teacher trains are fitted to the sequence
+    of its states.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options | None = None,
+        *,
+        apply_kwargs: Mapping[str, Any] | None = None,
+        forward: Callable[[Any, Any], Any] | None = None,
+    ):
+        """Arguments as ``compile``."""
+        super().__init__(options, apply_kwargs, forward)
+        if not isinstance(model, nn.Module):
+            hint = "; call asap_jax.nnx.compile" if isinstance(model, nnx.Module) else ""
+            raise TypeError(f"model must be a linen Module, got {checks.told(model)}{hint}")
+        self._run = forward or _apply(model, self.apply_kwargs)
+        self._recorded = jax.jit(lambda variables, batch: _record(self._run, variables, batch))
+
+    def records(self, teacher: Mapping, batch: Any) -> Mapping[str, Record]:
+        """The records of every layer at the variables ``teacher``."""
+        with records.observe() as observer, _axis_errors(CAPTURE):
+            try:
+                recorded = self._recorded(_plain(teacher), batch)
+            except jax.errors.UnexpectedTracerError as error:
+                raise ValueError(
+                    f"forward is jitted inside: it must then pass mutable=[{CAPTURE!r}] and "
+                    f"return (output, state)"
+                ) from error
+        if observer.unrecorded:
+            raise ValueError(
+                f"layers {list(observer.unrecorded)} ran but could not record: a "
+                f"transform around them drops the collection {CAPTURE!r}. " + SCAN_HINT
+            )
+        return recorded
+
+    def attach(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> dict:
+        """``variables`` with the ``"asap"`` collection; fails if any layer did not switch."""
+        probe = records.fresh_probe()
+        probed = {path: state.replace(probe=probe) for path, state in states.items()}
+        ran = self.records(teacher, batch)
+        with records.observe() as observer, _axis_errors(STATE):
+            jax.eval_shape(
+                lambda v, b: _quiet(self._run, v, b),
+                {**_plain(teacher), STATE: state_tree(probed)},
+                batch,
+            )
+        missing = [path for path in states if path in ran and path not in observer.compiled]
+        if missing:
+            raise ValueError(
+                f"layers {missing} did not switch to the compiled operator: a transform "
+                f"around them drops the collection {STATE!r}. " + SCAN_HINT
+            )
+        return {"variables": {**_plain(teacher), STATE: state_tree(states)}}
+
+
+@contextlib.contextmanager
+def _axis_errors(collection: str):
+    """Raises JAX's error that a 0-d mark has no other axis again, with a hint."""
+    try:
+        yield
+    except (AssertionError, IndexError, ValueError) as error:  # Flax asserts, JAX raises
+        ours = collection in str(error)
+        if ours or not (isinstance(error, AssertionError) or "axis" in str(error)):
+            raise
+        raise ValueError(
+            f"the collection {collection!r} could not be scanned: it must go along axis 0 "
+            f"({error}). {SCAN_HINT}"
+        ) from error
+
+
+@explain_moved_settings
+def compile(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    batches: Iterable[Any],
+    *,
+    fit: str | Fit = "moments",
+    closures: str | int | None = None,
+    layers: Sequence[str] | None = None,
+    holdout: float = 0.2,
+    seed: int = 0,
+    apply_kwargs: Mapping[str, Any] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
+) -> compiling.CompileResult:
+    """Compiles the SinkhornAttention layers of a trained linen model (paper, algorithm 1).
+
+    Args:
+      model: any linen module that uses ``SinkhornAttention`` as ``attention_fn``.
+      variables: its trained variables; left unchanged.
+      batches: an iterable of unlabeled calibration batches, read once. An array is passed as it
+        is, a tuple as ``*batch``, a dict as ``**batch``.
+      fit, closures, layers, holdout, seed: see ``asap_jax.Options``.
+      apply_kwargs: further keywords of ``model.apply``, such as ``{"train": False}``. Dropout is
+        always off while calibrating.
+      forward: ``forward(variables, batch)`` instead, any function that calls ``model.apply``
+        once; jitted inside it, it must itself pass ``mutable=["asap_capture"]`` and return
+        ``(output, state)``.
+
+    Returns:
+      CompileResult with ``.variables`` (the compiled model's) and ``.report``.
+
+    Raises:
+      ValueError, TypeError: with the reason: no such layer, num_steps = 1, no data, data that
+        are not finite, a layer inside a transform that drops the collections, settings out of
+        range.
+    """
+    options = Options(fit, closures, layers, holdout, seed)
+    calibration = Calibration(model, options, apply_kwargs=apply_kwargs, forward=forward)
+    return calibration.run(variables, batches)
+
+
+def _plain(variables: Mapping) -> dict:
+    """The teacher's own collections."""
+    checks.instance("variables", variables, Mapping, "the variables of a linen model")
+    return {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
+
+
+def _apply(model, apply_kwargs):
+    """The default forward: ``model.apply`` on a batch, with a dropout rng for layers that need one."""
+    rngs = {"dropout": jax.random.key(0), **(apply_kwargs.pop("rngs", None) or {})}
+
+    def run(variables, batch):
+        args, kwargs = records.split_batch(batch)
+        return model.apply(variables, *args, rngs=rngs, **{**kwargs, **apply_kwargs})
+
+    return run
+
+
+def _record(run, variables, batch) -> dict[str, Record]:
+    """Runs one forward pass and returns the records of its layers, by path."""
+    passes: dict[int, tuple[Any, Mapping]] = {}
+    with nn.intercept_methods(_capture_into(passes)):
+        result = _quiet(run, variables, batch)
+    collections = [collection for _, collection in passes.values()]
+    # If forward is jitted inside, only what it returns itself may be used here.
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        collections = [result[1][CAPTURE]] if CAPTURE in result[1] else collections
+    if len(collections) != 1:
+        raise ValueError(
+            f"forward must call model.apply exactly once, it did {len(collections)} times; a "
+            f"forward that is jitted inside must pass mutable=[{CAPTURE!r}] and return "
+            f"(output, state)"
+        )
+    return records.group_by_path(collections[0], Record)
+
+
+def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:
+    """An interceptor that makes the layers of this thread's forward passes record.
+
+    The collection is mutable while an outermost method runs (``setup``, then ``__call__``, or
+    several under ``method=``). Flax gives each ``apply`` variables of its own, by whose identity
+    the outermost methods of one pass are put together; they are held, so that no id is reused.
+    """
+    running = False
+
+    def capture(next_function, args, kwargs, context):
+        nonlocal running
+        scope = context.module.scope
+        if running or scope is None:
+            return next_function(*args, **kwargs)
+        scopes = [scope]
+        while scopes[-1].parent is not None:
+            scopes.append(scopes[-1].parent)
+        before = [s.mutable for s in scopes]
+        running = True
+        for s in scopes:
+            s.mutable = union_filters(s.mutable, CAPTURE)
+        try:
+            return next_function(*args, **kwargs)
+        finally:
+            running = False
+            for s, mutable in zip(scopes, before, strict=True):
+                s.mutable = mutable
+            root = scopes[-1]
+            passes[id(root._variables)] = (root._variables, root.variables().get(CAPTURE, {}))
+
+    return capture
+
+
+def _quiet(run, variables, batch):
+    """``run`` with every ``nn.Dropout`` switched off."""
+
+    def no_dropout(next_function, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout) and context.method_name == "__call__":
+            return args[0]
+        return next_function(*args, **kwargs)
+
+    with nn.intercept_methods(no_dropout):
+        return run(variables, batch)
+
+
+def state_tree(states: Mapping[str, CompiledState]) -> dict:
+    """The ``"asap"`` collection: nested dicts from layer path to ``{"state": CompiledState}``."""
+    tree: dict = {}
+    for path, state in states.items():
+        node = tree
+        for part in filter(None, path.split("/")):
+            node = node.setdefault(part, {})
+        node["state"] = state
+    return tree
