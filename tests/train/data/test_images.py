@@ -64,7 +64,7 @@ def test_the_script_remakes_a_readable_balanced_folder(tmp_path, monkeypatch):
 
 
 def test_the_script_refuses_a_class_with_too_few_examples():
-    with pytest.raises(ValueError, match="class 1 has 1 examples, 2 are wanted"):
+    with pytest.raises(ValueError, match="class 1 has 1 examples, 2 are needed"):
         make_packaged.balanced(np.array([0, 0, 1]), 2)
 
 

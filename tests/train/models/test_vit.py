@@ -40,8 +40,8 @@ def test_a_patch_size_that_does_not_divide_is_refused(images):
 
 def test_every_attention_family_has_the_same_parameters(tiny, images):
     trees = {
-        name: factory.build(tiny, factory).init(jax.random.key(0), images)["params"]
-        for name, factory in factories().items()
+        name: factory.build(tiny, attention).init(jax.random.key(0), images)["params"]
+        for name, attention in factories().items()
     }
     for tree in trees.values():
         chex.assert_trees_all_equal(tree, trees["softmax"])
@@ -50,8 +50,8 @@ def test_every_attention_family_has_the_same_parameters(tiny, images):
 def test_one_set_of_parameters_serves_every_family_and_one_step_is_softmax(tiny, images):
     params = factory.build(tiny).init(jax.random.key(0), images)
     logits = {
-        name: factory.build(tiny, factory).apply(params, images)
-        for name, factory in factories().items()
+        name: factory.build(tiny, attention).apply(params, images)
+        for name, attention in factories().items()
     }
     assert logits["S=10"].shape == (3, 10)
     np.testing.assert_allclose(logits["S=1"], logits["softmax"], atol=1e-5)
