@@ -48,5 +48,5 @@ def run(count: int = STEPS, recipe: catalogue.Recipe = catalogue.DEMO) -> dict[s
     for way in (devices.Sharded.name, devices.Mapped.name):
         worst = np.abs(np.array(losses[way]) - reference).max()
         print(f"{way} on {jax.device_count()} devices: within {worst:.1e} of one device")
-    print("; ".join(f"{name}: {value}" for name, value in machine.facts().items()))
+    print(machine.line())
     return losses

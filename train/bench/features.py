@@ -16,7 +16,9 @@ from train.bench.measure import DENSE, SHAPE_FACT, Row, measure, report, sweep_s
 LENGTHS = (128, 512, 1024, 2048)
 
 
-def prediction(predictor: aj.Predictor, query, key, value) -> jax.Array:
+def prediction(
+    predictor: aj.Predictor, query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
     """The predicted dual ``(batch, heads, N)`` from one layer's tokens in Flax's layout."""
     del value
     return aj.predict(predictor, jnp.swapaxes(query, 1, 2), jnp.swapaxes(key, 1, 2))

@@ -11,6 +11,7 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterable
 
+import jax
 import jax.numpy as jnp
 
 from asap_jax.solvers import batching
@@ -31,7 +32,7 @@ COMPARED = (
 )
 
 
-def products(of_scores: Callable, query, key, value):
+def products(of_scores: Callable, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """``of_scores(query key') value``, a few heads at a time, in Flax's layout."""
     q, k, v = (jnp.swapaxes(x, -2, -3) for x in (query, key, value))
     lead = q.shape[:-2]

@@ -36,7 +36,7 @@ class Check:
     column_error: float
 
 
-def reference(query, key, num_steps: int) -> np.ndarray:
+def reference(query: jax.Array, key: jax.Array, num_steps: int) -> np.ndarray:
     """Sinkhorn weights ``(heads, N, N)`` of one example in float64 (paper, eq. sinkhorn)."""
     q, k = (np.asarray(x, np.float64).transpose(1, 0, 2) for x in (query, key))
     s = q @ k.transpose(0, 2, 1) / q.shape[-1] ** 0.5

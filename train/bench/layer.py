@@ -18,15 +18,7 @@ import jax.numpy as jnp
 
 import asap_jax as aj
 from train.bench import layer_plot
-from train.bench.measure import (
-    DENSE,
-    SHAPE_FACT,
-    Row,
-    measure,
-    report,
-    sweep_shape,
-    table,
-)
+from train.bench.measure import DENSE, SHAPE_FACT, Row, measure, report, sweep_shape, table
 
 LENGTHS = (128, 512, 1000, 2000)
 NAMED = {"text": (32, 128, 8, 32), "vit": (64, 197, 8, 64), "imdb": (32, 512, 8, 32)}
@@ -34,16 +26,16 @@ NAMED = {"text": (32, 128, 8, 32), "vit": (64, 197, 8, 64), "imdb": (32, 512, 8,
 NAMED_ROUNDS = 3
 SHARP = 512, 12.0  # length, standard deviation of the scores
 SLICES = 32
-ESP_LENGTH = 128  # up to which the ESP rows run; `bench esp-resources` goes on
+ESP_LENGTH = 128  # up to which the ESP rows run; `bench esp-resources` has longer ones
 
 
-def softmax_plain(query, key, value):
+def softmax_plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Softmax attention as one writes it."""
     scores = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
     return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores, -1), value)
 
 
-def softmax_late(query, key, value):
+def softmax_late(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Softmax attention that divides after the product with the values."""
     scores = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
     mass = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterable
 
 from train.bench.measure import Row
-from train.runtime.errors import need
+from train.reporting.figure import blank, save
 
 LINES = {
     "softmax, softmax_attention": ("#6b7280", "X"),
@@ -27,9 +27,7 @@ def draw(rows: Iterable[Row], lengths: Iterable[int], path: pathlib.Path) -> pat
       path: of the picture.
     """
     known = {(row.shape, row.name): row.ratio for row in rows}
-    drawn = need("matplotlib.figure").Figure(
-        figsize=(7, 4.5), dpi=150, facecolor="white", layout="constrained"
-    )
+    drawn = blank(7, 4.5, layout="constrained")
     axes = drawn.subplots()
     for name, (colour, marker) in LINES.items():
         points = [(n, known.get((f"N={n}", name))) for n in sorted(lengths)]
@@ -38,10 +36,7 @@ def draw(rows: Iterable[Row], lengths: Iterable[int], path: pathlib.Path) -> pat
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=name)
     axes.axhline(1, color="#6b7280", linewidth=0.8, linestyle=":")
     axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="tokens",
-        ylabel="time / fastest dense softmax attention",
+        xscale="log", yscale="log", xlabel="tokens", ylabel="time / fastest dense softmax attention"
     )
     ticks = sorted(lengths)
     axes.set_xticks(ticks, [str(n) for n in ticks])
@@ -50,6 +45,4 @@ def draw(rows: Iterable[Row], lengths: Iterable[int], path: pathlib.Path) -> pat
     axes.set_yticks([0.5, 1, 2, 4])
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path)
-    return path
+    return save(drawn, path)

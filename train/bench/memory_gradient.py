@@ -14,7 +14,7 @@ from train.bench.measure import Row, measure, report
 SHAPE = (2, 256, 8, 32)  # batch, length, heads, head_dim
 
 
-def unrolled(query, key, value, *, num_steps: int) -> jax.Array:
+def unrolled(query: jax.Array, key: jax.Array, value: jax.Array, *, num_steps: int) -> jax.Array:
     """Sinkhorn attention as a plain unrolled loop without rematerialisation, for comparison."""
     s = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
     for step in range(num_steps):

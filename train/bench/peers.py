@@ -25,7 +25,9 @@ LENGTHS = (512, 2000)
 STEPS = 20
 
 
-def ott_attention(query, key, value, *, num_steps: int) -> jax.Array:
+def ott_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, num_steps: int
+) -> jax.Array:
     """Attention by ``ott``'s log-domain Sinkhorn; one of its iterations is two half-steps.
 
     It updates the second marginal first, hence the transposed problem.
@@ -53,11 +55,11 @@ def ott_attention(query, key, value, *, num_steps: int) -> jax.Array:
     return jnp.swapaxes(mixed, 1, 2)
 
 
-def torch_calls(shape, num_steps: int, *, gradient: bool) -> Callable[[], object]:
+def torch_calls(shape: tuple[int, ...], num_steps: int, *, gradient: bool) -> Callable[[], object]:
     """A call of the log-domain loop in PyTorch, on the processor, ready to be timed.
 
-    OpenMP is told to let its threads sleep: spinning on after the call, as they do by default, they
-    took half of the processors from the row after it.
+    OpenMP's threads are set to sleep after the call: by default they spin, and took half of the
+    processors from the next row.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch

@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +104,9 @@ def _sizes(shape: str) -> list[int]:
     return [int(n) for n in sizes[1].split(",")] if sizes else []
 
 
-def traced(program: Callable, inputs, parts: dict[str, str], calls: int) -> dict[str, float]:
+def traced(
+    program: Callable, inputs: Sequence[jax.Array], parts: dict[str, str], calls: int
+) -> dict[str, float]:
     """Milliseconds a call of each part, and ``"call"``: of a whole one, while being traced."""
     for _ in range(3):
         jax.block_until_ready(program(*inputs))

@@ -80,5 +80,5 @@ def run(count: int = STEPS) -> Speed:
         f"({speed.bare / speed.loop:.2f} times the bare step's time), {speed.input_share:.1%} "
         f"of it waiting for input; medians of {ROUNDS} runs of {count} steps"
     )
-    print("; ".join(f"{name}: {value}" for name, value in machine.facts().items()))
+    print(machine.line())
     return speed

@@ -110,10 +110,7 @@ def run_compile(options: argparse.Namespace) -> None:
     _connect(options)
     trained, split = _open(options)
     result = compile_teacher.compile_teacher(
-        trained,
-        split.train,
-        fit_options.read(options, trained.seed),
-        num_images=options.images,
+        trained, split.train, fit_options.read(options, trained.seed), num_images=options.images
     )
     if not devices.is_first():
         return
@@ -163,10 +160,7 @@ def run_refresh(options: argparse.Namespace) -> None:
     trained, split = _open(options)
     fit = ablations.residual_fit(aj.PaperFit(), num_slices=options.num_slices)
     result = compile_teacher.compile_teacher(
-        trained,
-        split.train,
-        aj.Options(fit=fit, seed=trained.seed),
-        num_images=options.images,
+        trained, split.train, aj.Options(fit=fit, seed=trained.seed), num_images=options.images
     )
     print(result.report)
     scores = refresh.run(

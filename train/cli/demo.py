@@ -8,7 +8,6 @@ import asap_jax as aj
 from train.data.splits import announce, load_data
 from train.evaluation import compile_teacher, fidelity, picture
 from train.evaluation.fidelity_table import FidelityTable
-from train.evaluation.moment_rows import moment_rows
 from train.recipes import catalogue
 from train.recipes.schema import Recipe
 from train.reporting import progress
@@ -44,7 +43,7 @@ def run(seed: int, out: pathlib.Path, recipe: Recipe = catalogue.DEMO) -> Fideli
         trained.variables,
         split.test,
         compiled=result.variables,
-        more=moment_rows(trained, split.train),
+        more=compile_teacher.moment_rows(trained, split.train),
     )
     report = table.report()
     report.print(screen)

@@ -37,7 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         choices=tuple(NAMED),
         default=default.fit.name,
         metavar="FIT",
-        help=f"{', '.join(NAMED)}: paper is the paper to the letter, auto the best of several by "
+        help=f"{'; '.join(NAMED)}. paper is the paper to the letter, auto the best of several by "
         "held-out batches, the others one way of predicting (default: %(default)s)",
     )
     parser.add_argument(

@@ -1,6 +1,7 @@
 """The command line, ``python -m train``: one sub-command per thing one runs."""
 
 import argparse
+import functools
 import pathlib
 import sys
 
@@ -81,42 +82,20 @@ def _add_train(subs) -> None:
         "same command with --resume continues, to the same parameters as without the stop.",
     )
     _add_recipe(sub)
-    _add_data_dir(sub)
     sub.add_argument("--run", dest="folder", metavar="DIR", help="default: runs/RECIPE-SEED")
     _add_seed(sub)
     sub.add_argument("--resume", action="store_true", help="resume the run in the folder")
-    sub.add_argument(
-        "--attention", choices=schema.FAMILIES, help="attention family (default: the recipe's)"
-    )
-    sub.add_argument(
-        "--num-steps", type=int, metavar="S", help="Sinkhorn steps (default: the recipe's)"
-    )
-    sub.add_argument(
-        "--patch-size",
-        type=int,
-        metavar="P",
-        help="side of a patch in pixels (default: the recipe's)",
-    )
-    sub.add_argument(
-        "--length",
-        type=int,
-        metavar="TOKENS",
-        help="first tokens of a text (default: the recipe's)",
-    )
-    sub.add_argument("--epochs", type=int, help="epochs (default: the recipe's)")
-    sub.add_argument("--batch-size", type=int, help="examples a step (default: the recipe's)")
-    sub.add_argument("--learning-rate", type=float, help="Adam's (default: the recipe's)")
-    sub.add_argument(
-        "--compute-dtype",
-        choices=schema.DTYPES,
-        help="bfloat16 is mixed precision (default: the recipe's)",
-    )
-    sub.add_argument(
-        "--accumulate",
-        type=int,
-        metavar="PARTS",
-        help="parts of a batch that go through one by one, to save memory (default: the recipe's)",
-    )
+    override = functools.partial(_add_override, sub)
+    override("--attention", "attention family", choices=schema.FAMILIES)
+    override("--num-steps", "Sinkhorn steps", type=int, metavar="S")
+    override("--patch-size", "side of a patch in pixels", type=int, metavar="P")
+    override("--length", "tokens of a text", type=int, metavar="TOKENS")
+    override("--epochs", "epochs", type=int)
+    override("--batch-size", "examples a step", type=int)
+    override("--learning-rate", "Adam's", type=float)
+    override("--compute-dtype", "bfloat16 is mixed precision", choices=schema.DTYPES)
+    parts = "parts of a batch that go through the model one by one, to save memory"
+    override("--accumulate", parts, type=int, metavar="PARTS")
     sub.add_argument(
         "--save-every",
         type=_positive,
@@ -142,7 +121,6 @@ def _add_baseline(subs) -> None:
         "training examples that the teacher gets.",
     )
     _add_recipe(sub)
-    _add_data_dir(sub)
 
 
 def _add_recipe(sub) -> None:
@@ -152,6 +130,7 @@ def _add_recipe(sub) -> None:
     sub.add_argument(
         "--preset", choices=schema.PRESETS, help="size (default: full where there is both)"
     )
+    _add_data_dir(sub)
 
 
 def _positive(text: str) -> int:
@@ -183,7 +162,6 @@ def _add_compile(subs) -> None:
         f"saves the compiled layers as {run_folder.ARTEFACT} in the run folder.",
     )
     _add_run(sub)
-    _add_data_dir(sub)
     fit_options.add(sub)
     _add_calibration(sub, "--images", compile_teacher.NUM_IMAGES)
     sub.add_argument(
@@ -203,7 +181,6 @@ def _add_ablate(subs) -> None:
         "residual fit with token bias) and prints one table with break-even points.",
     )
     _add_run(sub)
-    _add_data_dir(sub)
     _add_rounds(sub, 10)
     _add_out(sub, "ablations.md and .json (default: RUN)")
 
@@ -263,7 +240,6 @@ def _add_refresh(subs) -> None:
         "control trains the teacher for as many epochs.",
     )
     _add_run(sub)
-    _add_data_dir(sub)
     sub.add_argument("--epochs", type=int, default=refresh.EPOCHS, help="(default: %(default)s)")
     sub.add_argument(
         "--learning-rate", type=float, default=refresh.LEARNING_RATE, help="(default: %(default)s)"
@@ -308,7 +284,6 @@ def _add_evaluate(subs) -> None:
         "into the trained model and measures accuracy, fidelity and time on the test split.",
     )
     _add_run(sub)
-    _add_data_dir(sub)
     sub.add_argument(
         "--artefact",
         metavar="FILE",
@@ -332,6 +307,11 @@ def _add_data_dir(sub) -> None:
     )
 
 
+def _add_override(sub, flag: str, text: str, **settings) -> None:
+    """A setting of the recipe that the command line may change."""
+    sub.add_argument(flag, help=f"{text} (default: the recipe's)", **settings)
+
+
 def _add_seed(sub) -> None:
     sub.add_argument("--seed", type=int, default=0, help="seed of the run (default: %(default)s)")
 
@@ -353,3 +333,4 @@ def _add_out(sub, files: str, default: pathlib.Path | None = None) -> None:
 
 def _add_run(sub) -> None:
     sub.add_argument("folder", metavar="RUN", type=pathlib.Path, help="run folder of `train`")
+    _add_data_dir(sub)

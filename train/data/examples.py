@@ -32,7 +32,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, indices) -> "Examples":
+    def take(self, indices: np.ndarray | slice) -> "Examples":
         """The examples at ``indices`` (an array of integers, or a slice)."""
         return dataclasses.replace(self, values=self.values[indices], labels=self.labels[indices])
 

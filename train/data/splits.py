@@ -26,9 +26,7 @@ class Split:
 
 
 def load_data(
-    recipe: Recipe,
-    data_dir: str | os.PathLike | None = None,
-    run: str | os.PathLike | None = None,
+    recipe: Recipe, data_dir: str | os.PathLike | None = None, run: str | os.PathLike | None = None
 ) -> Split:
     """Reads both splits of the recipe's data set.
 

@@ -1,6 +1,6 @@
 """Text sets as padded token numbers, with a tokenizer trained on the training split.
 
-A text is cut into byte-pair pieces of words, the first ``length`` of them are kept and short texts
+A text is cut into byte-pair pieces of words, the first ``length`` of them are used and short texts
 are padded at the end.  The tokenizer is stored in the run folder, beside the checkpoints.
 """
 
@@ -8,6 +8,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Tokens:
     Attributes:
       features: names of the data set's features that make up the text, joined by a space.
       vocab_size: pieces the tokenizer may use, the two special ones included.
-      length: tokens kept of a text.
+      length: first tokens of a text, the others are dropped.
       unknown: share of the tokens of a training batch that are replaced by the unknown one.
     """
 
@@ -100,11 +101,11 @@ class Tokens:
         }
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int):
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     """A lower-casing byte-pair tokenizer of at most ``vocab_size`` pieces.
 
     The same texts give the same pieces and numbers (the library's word-piece trainer numbers its
-    pieces anew each time).
+    pieces differently each time).
 
     Args:
       texts: the training split, and nothing else.
@@ -125,7 +126,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int):
     return tokenizer
 
 
-def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike | None):
+def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike | None) -> Any:
     """The run's tokenizer: the stored one, else one trained on ``texts`` and stored.
 
     Of several hosts each trains the same one and the first stores it.
@@ -166,10 +167,10 @@ def _stored(path: pathlib.Path, tokens: Tokens):
     return tokenizer
 
 
-def encode(tokenizer, texts: Sequence[str], length: int) -> np.ndarray:
+def encode(tokenizer: Any, texts: Sequence[str], length: int) -> np.ndarray:
     """Padded token numbers ``(texts, length)`` int32; an empty text is one unknown token."""
     rows = np.full((len(texts), length), PAD, np.int32)
-    for row, found in zip(rows, tokenizer.encode_batch_fast(list(texts)), strict=True):
-        numbers = found.ids[:length] or [UNKNOWN]
+    for row, encoded in zip(rows, tokenizer.encode_batch_fast(list(texts)), strict=True):
+        numbers = encoded.ids[:length] or [UNKNOWN]
         row[: len(numbers)] = numbers
     return rows

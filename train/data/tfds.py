@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+from typing import Any
 
 from train.runtime.errors import UserError, need
 
@@ -25,7 +26,7 @@ def resolve(data_dir: str | os.PathLike | None, *, packaged: bool = False) -> pa
     return PACKAGED
 
 
-def builder(name: str, data_dir: str | os.PathLike):
+def builder(name: str, data_dir: str | os.PathLike) -> Any:
     """The TFDS builder of a prepared data set.
 
     Args:
@@ -41,8 +42,8 @@ def builder(name: str, data_dir: str | os.PathLike):
     need("PIL.Image")
     try:
         with _quiet():
-            found = tfds.builder(name, data_dir=os.fspath(data_dir), file_format="array_record")
-            ready = found.is_prepared()
+            result = tfds.builder(name, data_dir=os.fspath(data_dir), file_format="array_record")
+            ready = result.is_prepared()
     except tfds.core.registered.DatasetNotFoundError:
         ready = False
     if not ready:
@@ -53,7 +54,7 @@ def builder(name: str, data_dir: str | os.PathLike):
             f"t.builder('{name}', data_dir='DIR', file_format='array_record')"
             f'.download_and_prepare()"`'
         )
-    return found
+    return result
 
 
 def read(name: str, split: str, data_dir: str | os.PathLike) -> tuple[list[dict], tuple[str, ...]]:
@@ -67,17 +68,17 @@ def read(name: str, split: str, data_dir: str | os.PathLike) -> tuple[list[dict]
     Raises:
       UserError: the set or the split is not there.
     """
-    found = builder(name, data_dir)
+    source = builder(name, data_dir)
     whole = split.split("[")[0]
-    if whole not in found.info.splits:
+    if whole not in source.info.splits:
         raise UserError(
             f"data set {name!r} in {data_dir} has no split {whole!r}, "
-            f"only {', '.join(found.info.splits)}: prepare it again, whole"
+            f"only {', '.join(source.info.splits)}: prepare the whole set again"
         )
     with _quiet():
-        source = found.as_data_source(split)
-        examples = [source[index] for index in range(len(source))]
-    return examples, tuple(found.info.features["label"].names)
+        records = source.as_data_source(split)
+        examples = [records[index] for index in range(len(records))]
+    return examples, tuple(source.info.features["label"].names)
 
 
 @contextlib.contextmanager

@@ -9,13 +9,16 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
 import asap_jax as aj
+from asap_jax.records import Record
 from train.data.examples import Examples
 from train.evaluation import operators
 from train.evaluation.fidelity_table import FidelityTable, Row
@@ -29,7 +32,7 @@ BATCH_SIZE = 100
 CAPTURE = "asap_capture"
 
 
-def capture(teacher: Operator, inputs: np.ndarray) -> dict:
+def capture(teacher: Operator, inputs: np.ndarray) -> dict[tuple[str, ...], Record]:
     """What every Sinkhorn layer of the teacher attends to on a batch, by layer path.
 
     Args:
@@ -47,7 +50,13 @@ def capture(teacher: Operator, inputs: np.ndarray) -> dict:
 
 @functools.partial(jax.jit, static_argnames=("attend", "reference", "key_mass", "plan_kl"))
 def case_metrics(
-    record, state, *, attend, reference, key_mass, plan_kl=False
+    record: Record,
+    state: aj.CompiledState | None,
+    *,
+    attend: Callable,
+    reference: Callable,
+    key_mass: str,
+    plan_kl: bool = False,
 ) -> dict[str, jax.Array]:
     """Fidelity and balance of one operator on one case.
 
@@ -77,7 +86,7 @@ def case_metrics(
     return values
 
 
-def marginals(record, key_mass: str):
+def marginals(record: Record, key_mass: str) -> tuple[jax.Array | None, jax.Array | None, Any]:
     """Active queries, active keys and the column sum that the convention asks for.
 
     Returns:
@@ -198,7 +207,7 @@ def num_steps(num_examples: int, num_rows: int) -> int:
 
 
 @functools.cache  # equal models, such as those of several seeds, share their compiled programs
-def jitted(model) -> Callable:
+def jitted(model: nn.Module) -> Callable:
     """``model.apply``, jitted."""
     return jax.jit(model.apply)
 
@@ -220,7 +229,7 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def score_spread(record, *, spec: aj.SinkhornSpec) -> jax.Array:
+def score_spread(record: Record, *, spec: aj.SinkhornSpec) -> jax.Array:
     """Standard deviation of the scores that the mask lets through, mean over heads.
 
     Args:

@@ -9,6 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import asap_jax as aj
+from asap_jax.records import Record
 from train.models import factory
 from train.recipes.schema import Recipe
 
@@ -35,12 +36,12 @@ class Operator:
     attend: Callable[..., tuple[jax.Array, jax.Array]]
     states: Mapping[tuple[str, ...], aj.CompiledState] = dataclasses.field(default_factory=dict)
 
-    def at(self, path: tuple[str, ...], record) -> tuple[jax.Array, jax.Array]:
+    def at(self, path: tuple[str, ...], record: Record) -> tuple[jax.Array, jax.Array]:
         """``(output, weights)`` of the layer at ``path`` on what it recorded."""
         return self.attend(self.states.get(path), *inputs_of(record))
 
 
-def inputs_of(record) -> tuple:
+def inputs_of(record: Record) -> tuple:
     """Query, key, value, bias and mask of a capture record."""
     return record.query, record.key, record.value, record.bias, record.mask
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import asap_jax as aj
 from train.models.text_encoder import TextEncoder
 from train.models.vit import AttentionFactory, VisionTransformer
+from train.recipes.schema import Recipe
 
 ESP_SCHEDULES = {"esp": "init", "esp_annealed": "sharp"}
 """Family: name of the schedule of SoftSort's temperature while training."""
@@ -32,11 +33,13 @@ def attention(family: str, spec: aj.SinkhornSpec) -> AttentionFactory:
     }[family]
 
 
-def build(recipe, factory: AttentionFactory | None = None) -> VisionTransformer | TextEncoder:
+def build(
+    recipe: Recipe, factory: AttentionFactory | None = None
+) -> VisionTransformer | TextEncoder:
     """The model of a recipe, with its own attention or with that of ``factory``.
 
     Args:
-      recipe: the ``train.recipes.schema.Recipe``.
+      recipe: the teacher's.
       factory: replaces the recipe's attention; the parameter tree stays the same.
     """
     factory = factory or attention(recipe.attention, recipe.spec)
@@ -47,13 +50,15 @@ def build(recipe, factory: AttentionFactory | None = None) -> VisionTransformer 
     return VisionTransformer(recipe.num_classes, recipe.model, factory, dtype)
 
 
-def training(recipe, num_steps: int) -> Callable[[jax.Array], VisionTransformer | TextEncoder]:
+def training(
+    recipe: Recipe, num_steps: int
+) -> Callable[[jax.Array], VisionTransformer | TextEncoder]:
     """From a training step, possibly traced, to the model at that step.
 
     Only ESP changes as it trains: it sorts softly, at a constant or an annealed temperature.
 
     Args:
-      recipe: the ``train.recipes.schema.Recipe``.
+      recipe: the teacher's.
       num_steps: steps of the whole run, over which the temperature is annealed.
     """
     if recipe.attention not in ESP_SCHEDULES:

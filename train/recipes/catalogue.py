@@ -15,11 +15,7 @@ from train.runtime.errors import UserError
 
 _FASHION = Pixels((28, 28, 1), mean=(0.2860,), std=(0.3530,), shift=1, flip=True)
 _CIFAR = Pixels(
-    (32, 32, 3),
-    mean=(0.4914, 0.4822, 0.4465),
-    std=(0.2470, 0.2435, 0.2616),
-    shift=4,
-    flip=True,
+    (32, 32, 3), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), shift=4, flip=True
 )
 _HALF = Pixels((224, 224, 3), mean=(0.5,) * 3, std=(0.5,) * 3, crop=True, flip=True)
 _PAPER_VIT = ViTSizes(patch_size=4, width=128, depth=6, num_heads=8, head_dim=64, mlp_dim=128)
@@ -42,13 +38,7 @@ DEMO = Recipe(
     num_classes=10,
     inputs=_FASHION,
     model=ViTSizes(
-        patch_size=4,
-        width=64,
-        depth=2,
-        num_heads=4,
-        head_dim=8,
-        mlp_dim=256,
-        position_stddev=0.5,
+        patch_size=4, width=64, depth=2, num_heads=4, head_dim=8, mlp_dim=256, position_stddev=0.5
     ),
     spec=aj.SinkhornSpec(num_steps=10),
     epochs=50,
@@ -85,13 +75,7 @@ MNIST = Recipe(
     num_classes=10,
     inputs=Pixels((28, 28, 1), mean=(0.1307,), std=(0.3081,)),
     model=ViTSizes(
-        patch_size=7,
-        width=128,
-        depth=1,
-        num_heads=1,
-        head_dim=64,
-        mlp_dim=0,
-        position_stddev=1.0,
+        patch_size=7, width=128, depth=1, num_heads=1, head_dim=64, mlp_dim=0, position_stddev=1.0
     ),
     spec=aj.SinkhornSpec(num_steps=5),
     epochs=45,
@@ -238,11 +222,11 @@ def find(name: str, preset: str | None = None) -> Recipe:
     """
     if name not in RECIPES:
         raise UserError(f"no recipe {name!r}: choose one of {', '.join(sorted(RECIPES))}")
-    found = SMALL.get(name) if preset == "small" else RECIPES[name]
-    if found is None or preset not in (None, found.preset):
-        there = sorted({known[name].preset for known in (RECIPES, SMALL) if name in known})
-        raise UserError(f"recipe {name!r} has no preset {preset!r}, only {', '.join(there)}")
-    return found
+    recipe = SMALL.get(name) if preset == "small" else RECIPES[name]
+    if recipe is None or preset not in (None, recipe.preset):
+        known = sorted({size[name].preset for size in (RECIPES, SMALL) if name in size})
+        raise UserError(f"recipe {name!r} has no preset {preset!r}, only {', '.join(known)}")
+    return recipe
 
 
 def listed() -> list[Recipe]:

@@ -38,7 +38,7 @@ class Table:
         ]
         return "\n".join(lines)
 
-    def print(self, console, *, gap: int = 2) -> None:
+    def print(self, console: Any, *, gap: int = 2) -> None:
         """Prints the cells to a rich console, ``gap`` (1 or 2) apart, and the facts.
 
         Nothing is cut off: where the table is wider than the console its lines are longer.
@@ -97,7 +97,7 @@ class Report:
         """The facts as a Markdown list."""
         return _listed(self.facts)
 
-    def print(self, console, *, gap: int = 2) -> None:
+    def print(self, console: Any, *, gap: int = 2) -> None:
         """Prints the tables and the facts to a rich console."""
         for table in self.tables:
             table = table if table.title else dataclasses.replace(table, title=self.title)
@@ -122,7 +122,7 @@ class Report:
             self.write(folder, name)
 
 
-def print_facts(console, facts: Mapping[str, str]) -> None:
+def print_facts(console: Any, facts: Mapping[str, str]) -> None:
     """Prints a line for each fact."""
     for name, fact in facts.items():
         console.print(f"{name}: {fact}", markup=False)

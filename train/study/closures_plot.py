@@ -1,10 +1,10 @@
 """The plot of a study: attention rel-l2 over the number of closures, one panel a group."""
 
 import pathlib
+from typing import Any
 
-from train.evaluation.picture import INK, SOFT
-from train.runtime.errors import need
-from train.study.results import Group, Line, Study
+from train.reporting.figure import INK, SOFT, blank, save
+from train.study.results import Group, Measured, Study
 
 COLUMNS = 3  # panels side by side
 STYLES = {
@@ -18,13 +18,11 @@ STYLES = {
 """Family: a colour that the colour-blind can tell from the others, and a marker."""
 
 
-def figure(study: Study):
+def figure(study: Study) -> Any:
     """A matplotlib figure with a panel for each group of the study."""
     columns = min(COLUMNS, len(study.groups))
     rows = -(-len(study.groups) // columns)
-    drawn = need("matplotlib.figure").Figure(
-        figsize=(5 * columns, 4.2 * rows + 0.6), dpi=150, facecolor="white", layout="constrained"
-    )
+    drawn = blank(5 * columns, 4.2 * rows + 0.6, layout="constrained")
     panels = drawn.subplots(rows, columns, squeeze=False).flatten()
     for panel, group in zip(panels, study.groups, strict=False):
         _draw_group(panel, group)
@@ -42,14 +40,12 @@ def figure(study: Study):
 
 def draw(study: Study, path: pathlib.Path) -> pathlib.Path:
     """Writes the figure as PNG and returns ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure(study).savefig(path)
-    return path
+    return save(figure(study), path)
 
 
-def families(group: Group) -> dict[str, list[Line]]:
+def families(group: Group) -> dict[str, list[Measured]]:
     """The lines of a group by what is drawn as one line, in the order of their closures."""
-    by_family: dict[str, list[Line]] = {name: [] for name in STYLES}
+    by_family: dict[str, list[Measured]] = {name: [] for name in STYLES}
     for line in group.lines:
         other = line.family == "Sinkhorn" and not line.same_ending
         by_family[f"{line.family}, other ending" if other else line.family].append(line)

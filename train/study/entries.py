@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import asap_jax as aj
 from train.data.examples import Examples
 from train.evaluation import compile_teacher, operators
-from train.evaluation.moment_rows import counted, moment_rows
 from train.evaluation.operators import Operator
 from train.training.teacher import Teacher
 
@@ -56,13 +55,13 @@ def entries(
     rows = operators.compiled(recipe, paper.variables)
     result += [compiled_entry(row, "ASAP (paper)", spec) for row in rows]
     report(1, "ASAP")
-    rows = moment_rows(trained, examples, counts, num_images)
+    rows = compile_teacher.moment_rows(trained, examples, counts, num_images)
     result += [compiled_entry(row, "Moments", spec) for row in rows]
     report(2, "moments")
     for done, count in enumerate(counts, 3):
         automatic = aj.AutoFit(candidates=tuple(candidates), ladder=(count,), time_limit=None)
         compiled = fit(aj.Options(fit=automatic, closures=count, seed=trained.seed))
-        name = counted("Auto", count)
+        name = compile_teacher.counted("Auto", count)
         row = operators.compiled_row(name, recipe, compiled.variables, count)
         chosen = {path: str(one.fit["candidate"]) for path, one in compiled.report.layers.items()}
         result.append(compiled_entry(row, "Auto", spec, chosen))

@@ -26,7 +26,13 @@ class Sides(NamedTuple):
     delta: jax.Array
 
 
-def moments(q, k, scale=None, query_valid=None, key_valid=None) -> Sides:
+def moments(
+    q: jax.Array,
+    k: jax.Array,
+    scale: float | None = None,
+    query_valid: jax.Array | None = None,
+    key_valid: jax.Array | None = None,
+) -> Sides:
     """Moments of the active tokens; ``scale`` is ``1 / sqrt(d)`` when None."""
     root = math.sqrt(q.shape[-1] ** -0.5 if scale is None else scale)
     sides = []
@@ -41,7 +47,7 @@ def moments(q, k, scale=None, query_valid=None, key_valid=None) -> Sides:
     return Sides(u, own, other, mean - other_mean)
 
 
-def token_mean(x, valid=None) -> jax.Array:
+def token_mean(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
     """Mean over the active tokens of ``(..., N, d)``: ``(..., 1, d)``."""
     where = None if valid is None else valid[..., None]
     if where is None:

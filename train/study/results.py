@@ -25,23 +25,28 @@ OTHER_ENDING = " *"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One operator on one teacher, or a row of a group without its values.
+    """One operator on one teacher, or over the seeds of a group.
 
     Attributes:
       name: the operator.
       family: operators of one family are one line of the plot.
       closures: passes over the scores: half-steps of Sinkhorn, or closures after a prediction.
       same_ending: whether it ends on the side that the teacher ends on.
-      values: a number for each of ``COLUMNS``.
-      chosen: of the automatic fit, the candidate of each layer.
+      values: for each of ``COLUMNS`` a number, or of a group a ``Spread``.
+      chosen: of the automatic fit on one teacher, the candidate of each layer.
     """
 
     name: str
     family: str
     closures: int
     same_ending: bool
-    values: dict[str, float]
+    values: dict[str, Any]
     chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name, marked where the operator ends on the other side than the teacher."""
+        return self.name + ("" if self.same_ending else OTHER_ENDING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,22 +104,6 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """One operator over the seeds of a group; fields as of ``Measured``."""
-
-    name: str
-    family: str
-    closures: int
-    same_ending: bool
-    values: dict[str, Spread]
-
-    @property
-    def label(self) -> str:
-        """The name, marked where the operator ends on the other side than the teacher."""
-        return self.name + ("" if self.same_ending else OTHER_ENDING)
-
-
-@dataclasses.dataclass(frozen=True)
 class Group:
     """Teachers that differ only in the seed.
 
@@ -127,17 +116,16 @@ class Group:
 
     label: str
     facts: dict[str, str]
-    lines: tuple[Line, ...]
+    lines: tuple[Measured, ...]
     teachers: tuple[TeacherFigures, ...]
 
 
-def lines_of(teachers: Sequence[TeacherFigures]) -> tuple[Line, ...]:
+def lines_of(teachers: Sequence[TeacherFigures]) -> tuple[Measured, ...]:
     """Every operator over the teachers of one group, which have the same rows."""
     lines = []
     for rows in zip(*(teacher.rows for teacher in teachers), strict=True):
-        first = rows[0]
         values = {name: Spread.of([row.values[name] for row in rows]) for name in COLUMNS}
-        lines.append(Line(first.name, first.family, first.closures, first.same_ending, values))
+        lines.append(dataclasses.replace(rows[0], values=values, chosen={}))
     return tuple(lines)
 
 
@@ -149,7 +137,7 @@ class Study:
     groups: tuple[Group, ...]
     facts: dict[str, str]
 
-    def print(self, console) -> None:
+    def print(self, console: Any) -> None:
         """Prints a table a group to a rich console: medians, and the range of the rel-l2."""
         headings = ["attention", "clo- sures", "rel-l2 mean", "range over seeds"]
         headings += [heading for heading, _ in COLUMNS.values()][1:]
@@ -161,7 +149,7 @@ class Study:
         headings += [heading.replace("- ", "") for heading, _ in COLUMNS.values()]
         return self._report(headings, _long).write(folder, "study")
 
-    def _report(self, headings: list[str], cells: Callable[[Line], list[str]]) -> Report:
+    def _report(self, headings: list[str], cells: Callable[[Measured], list[str]]) -> Report:
         tables = [
             Table(headings, [cells(line) for line in group.lines], group.label, group.facts)
             for group in self.groups
@@ -169,7 +157,7 @@ class Study:
         return Report(self.title, tables, self.facts, {"groups": self.groups})
 
 
-def _short(line: Line) -> list[str]:
+def _short(line: Measured) -> list[str]:
     """Cells of the terminal."""
     form = COLUMNS["rel_l2"][1]
     spread = line.values["rel_l2"]
@@ -178,7 +166,7 @@ def _short(line: Line) -> list[str]:
     return [line.label, str(line.closures), medians[0], ends, *medians[1:]]
 
 
-def _long(line: Line) -> list[str]:
+def _long(line: Measured) -> list[str]:
     """Cells of the Markdown table."""
     values = [line.values[name].text(form) for name, (_, form) in COLUMNS.items()]
     return [line.label.replace("*", r"\*"), str(line.closures), *values]

@@ -7,6 +7,7 @@ import pathlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -49,7 +50,7 @@ def train(
       examples: the training split.
       run: folder for checkpoints and metrics; shared by all hosts.
       seed: fixes initial parameters, order of the data, augmentation and dropout.
-      resume: go on from the newest good checkpoint in ``run``; with none, start afresh.
+      resume: continue from the newest good checkpoint in ``run``; start afresh if there is none.
       stop_after: stop and save after this many steps in all (the schedule is unchanged).
       save_every: epochs between checkpoints; by default one, or a twentieth of the run.
       way: ``"jit"`` or ``"pmap"``, see ``train.runtime.devices``.
@@ -99,7 +100,7 @@ def train(
                     checkpoints.save(layout.read(state), recipe, seed)
                 if stop:
                     raise UserError(
-                        f"stopped and saved at step {count} of {total}: go on with the same "
+                        f"stopped and saved at step {count} of {total}: resume with the same "
                         f"command and --run {run} --resume"
                     )
     state = layout.read(state)
@@ -107,7 +108,9 @@ def train(
 
 
 @functools.lru_cache(maxsize=4)
-def programs(recipe: Recipe, epoch_steps: int, way: str):
+def programs(
+    recipe: Recipe, epoch_steps: int, way: str
+) -> tuple[devices.Alone, Callable, Callable]:
     """What a run computes with; cached, so that a run resumed in one process compiles once.
 
     Args:
@@ -139,8 +142,8 @@ def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[step.TrainState, i
     run = checkpoints.run
     if not resume:
         raise UserError(
-            f"{run} holds a run that got to step {checkpoints.latest()}: go on with --resume, or "
-            f"name another folder with --run"
+            f"{run} holds a run that got to step {checkpoints.latest()}: continue with --resume, "
+            f"or name another folder with --run"
         )
 
     def like(about: About) -> step.TrainState:

@@ -71,7 +71,7 @@ def continue_training(
     learning_rate: float = LEARNING_RATE,
     title: str,
 ) -> dict:
-    """Trains some leaves of a model's variables on for ``epochs``.
+    """Trains some leaves of a model's variables for ``epochs`` more.
 
     Args:
       recipe: of the teacher: model, batches, normalisation.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -47,7 +48,9 @@ def load_teacher(run: str | os.PathLike) -> Teacher:
     return Teacher(about.recipe, about.seed, about.step, {"params": state.params})
 
 
-def predict(apply, variables: dict, inputs: np.ndarray, *, batch_size: int = 100) -> np.ndarray:
+def predict(
+    apply: Callable, variables: dict, inputs: np.ndarray, *, batch_size: int = 100
+) -> np.ndarray:
     """Logits of a model's inputs, batch by batch.
 
     Args:

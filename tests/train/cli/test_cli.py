@@ -61,7 +61,7 @@ def test_a_fault_of_the_user_is_one_line_and_status_1(tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_a_missing_data_set_names_the_cure(tmp_path, capsys):
+def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
     given = ["train", "demo", "--data-dir", str(tmp_path), "--run", str(tmp_path / "run")]
     assert parser.main(given) == 1
     assert "--data-dir DIR" in capsys.readouterr().err
@@ -106,16 +106,16 @@ def test_a_linear_baseline_is_printed(tiny, monkeypatch, capsys):
     )
 
 
-def test_train_compile_evaluate_in_a_row(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(catalogue.RECIPES, "tiny", tiny)
+def test_train_compile_evaluate_in_a_row(minute, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(catalogue.RECIPES, "minute", minute)
     monkeypatch.setenv(tfds.VARIABLE, str(tfds.PACKAGED))
     run = str(tmp_path / "run")
     settings = ["--epochs", "1", "--batch-size", "500", "--num-steps", "4", "--seed", "1"]
-    assert parser.main(["train", "tiny", "--run", run, *settings]) == 0
+    assert parser.main(["train", "minute", "--run", run, *settings]) == 0
     assert "read 2,000 training and 500 test images" in capsys.readouterr().out
-    assert parser.main(["train", "tiny", "--run", run, *settings]) == 1
+    assert parser.main(["train", "minute", "--run", run, *settings]) == 1
     assert "--resume" in capsys.readouterr().err
-    assert parser.main(["train", "tiny", "--run", run, "--resume", *settings]) == 0
+    assert parser.main(["train", "minute", "--run", run, "--resume", *settings]) == 0
     paper = ["--fit", "paper", "--num-slices", "4"]
     assert parser.main(["compile", run, "--images", "60", *paper]) == 0
     assert "dual R2" in capsys.readouterr().out

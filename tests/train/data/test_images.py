@@ -74,7 +74,7 @@ def test_nothing_imports_tensorflow():
 
 
 @pytest.mark.parametrize("name", ["mnist", "no_such_set"])
-def test_a_missing_set_is_named_with_the_cure_in_one_line(name, tmp_path):
+def test_a_missing_set_is_named_with_what_to_do_in_one_line(name, tmp_path):
     with pytest.raises(errors.UserError) as fault:
         tfds.read(name, "train", tmp_path)
     message = str(fault.value)
@@ -90,7 +90,7 @@ def test_a_missing_split_is_named():
         load("validation")
 
 
-def test_a_missing_extra_is_named_with_the_cure():
+def test_a_missing_extra_is_named_with_what_to_do():
     with pytest.raises(
         errors.UserError, match=r"no_such_module .* pip install 'asap_jax\[train\]'"
     ):

@@ -223,8 +223,10 @@ def test_the_demo_runs_through_and_writes_all_it_promises(
         split, train=split.train.take(slice(300)), test=split.test.take(slice(40))
     )
     monkeypatch.setattr(demo, "load_data", lambda recipe: few)
+    old = tmp_path / "checkpoints" / "999"  # of an older demo, which is replaced
+    old.mkdir(parents=True)
     table = demo.run(0, tmp_path, small)
-    demo.run(0, tmp_path, small)  # replaces what is there
+    assert not old.exists()
     more = [f"Moments, {text}" for text in ("1 closure", "2 closures", "3 closures")]
     assert [row.name for row in table.rows] == [*ROWS[:-1], *more, "teacher"]
     for name in ("fidelity.md", "fidelity.json", "plans.png", "compiled.npz", "metrics.jsonl"):

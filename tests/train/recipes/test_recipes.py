@@ -1,4 +1,4 @@
-"""Recipes survive JSON, are told apart, and build what they say."""
+"""Recipes survive JSON, differ where they should, and build their models."""
 
 import dataclasses
 import json

@@ -370,14 +370,14 @@ def test_bad_runs_are_named_with_what_to_do(minute, run, tmp_path, capsys, monke
     missing = str(tmp_path / "missing")
     assert parser.main(["study", "fidelity", "--out", str(tmp_path), str(run), missing]) == 1
     assert "no checkpoint in " in capsys.readouterr().err
-    for changes, cure in (
+    for changes, remedy in (
         ({"attention": "softmax"}, "softmax attention: leave it out, or train it with --attention"),
         ({"spec": aj.SinkhornSpec(num_steps=1)}, "leave it out, or train it with --num-steps 2"),
     ):
         other = untrained(minute, **changes)
         monkeypatch.setattr(groups, "load_teacher", lambda folder, other=other: other)
         assert parser.main(["study", "fidelity", "--out", str(tmp_path), missing]) == 1
-        assert cure in capsys.readouterr().err
+        assert remedy in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

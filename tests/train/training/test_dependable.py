@@ -63,7 +63,7 @@ loop.train(recipe, examples, folder / "run", seed=5, resume=True, save_every=1)
 
 
 def child(folder, when):
-    """Runs the training in a process of its own, which kills itself when told to."""
+    """Runs the training in a process of its own, which kills itself where ``when`` says."""
     return subprocess.run(
         [sys.executable, "-c", CHILD, str(folder), str(when)],
         cwd=tfds.PACKAGED.parent.parent.parent,

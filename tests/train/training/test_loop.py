@@ -92,7 +92,7 @@ def test_at_most_a_twentieth_of_a_run_lies_between_checkpoints(
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(minute, examples, tmp_path):
     loop.train(minute, examples, tmp_path, stop_after=2)
-    with pytest.raises(UserError, match=r"holds a run that got to step 2: go on with --resume"):
+    with pytest.raises(UserError, match=r"holds a run that got to step 2: continue with --resume"):
         loop.train(minute, examples, tmp_path)
 
 
@@ -107,7 +107,7 @@ def test_resuming_nothing_starts_afresh(minute, examples, tmp_path):
     assert loop.train(minute, examples, tmp_path, resume=True, stop_after=1).step == 1
 
 
-def test_a_folder_without_checkpoint_is_named_with_the_cure(tmp_path):
+def test_a_folder_without_checkpoint_is_named_with_what_to_do(tmp_path):
     with pytest.raises(UserError, match=r"no checkpoint in .*: train one with `python -m train"):
         load_teacher(tmp_path)
 
