@@ -20,7 +20,8 @@ from train.evaluation import compile_teacher
 from train.models import factory
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.training import loop, teacher
+from train.training import loop
+from train.training.teacher import load_teacher
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,7 @@ from train.evaluation import compile_teacher
 from train.recipes.schema import Recipe
 from train.runtime import devices
 from train.training import loop
+from train.training.teacher import load_teacher
 
 jax.config.update("jax_num_cpu_devices", 1)
 folder, port, index = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -188,7 +190,7 @@ def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
         for index in range(2)
     ]
     np.testing.assert_array_equal(*coefficients)
-    trained = teacher.load(tmp_path / "jit")
+    trained = load_teacher(tmp_path / "jit")
     batches = list(compile_teacher.calibration_batches(trained, examples, 160))
     calibration = aj.linen.Calibration(
         factory.build(recipe), aj.Options(fit="paper", seed=trained.seed)
