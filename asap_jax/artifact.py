@@ -107,10 +107,10 @@ def load(path, *, like):
         group_by_path(dict(like.get(aj_linen.STATE, {}).items()), CompiledState),
         path,
     )
-    kept = {
+    others = {
         name: tree for name, tree in like.items() if name not in (aj_linen.STATE, aj_linen.CAPTURE)
     }
-    return {**kept, aj_linen.STATE: aj_linen.state_tree(states)}
+    return {**others, aj_linen.STATE: aj_linen.state_tree(states)}
 
 
 def fingerprint(teacher) -> dict[str, list]:
@@ -162,20 +162,20 @@ def _onto_nnx(model, states, path):
     return compiled
 
 
-def _same_teacher(saved: Mapping, found: Mapping, path) -> None:
+def _same_teacher(saved: Mapping, present: Mapping, path) -> None:
     """Raises ValueError naming up to five parameters that differ."""
     problems = []
-    for name in sorted({*saved, *found}):
-        if name not in found:
+    for name in sorted({*saved, *present}):
+        if name not in present:
             problems.append(f"{name}: missing in the model (saved with shape {saved[name][0]})")
         elif name not in saved:
-            problems.append(f"{name}: not in the file (model has shape {found[name][0]})")
-        elif saved[name][:2] != found[name][:2]:
+            problems.append(f"{name}: not in the file (model has shape {present[name][0]})")
+        elif saved[name][:2] != present[name][:2]:
             problems.append(
                 f"{name}: saved {saved[name][1]}{saved[name][0]}, model "
-                f"{found[name][1]}{found[name][0]}"
+                f"{present[name][1]}{present[name][0]}"
             )
-        elif saved[name][2] != found[name][2]:
+        elif saved[name][2] != present[name][2]:
             problems.append(f"{name}: same shape {saved[name][0]}, other values")
     if problems:
         more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""

@@ -1,5 +1,6 @@
 """A two-layer linen model, its random teacher and batches: what compiling is tested on."""
 
+import dataclasses
 import functools
 
 import flax.core
@@ -19,7 +20,9 @@ SMALL = (
     aj.Candidate("chain", chain=True),
     aj.Candidate("codebook", rounds=1, num_centres=4),
 )
-AUTO = dict(recipe="auto", candidates=SMALL, ladder=(), time_limit=None)
+AUTO = aj.AutoFit(candidates=SMALL, ladder=(), time_limit=None)
+PAPER = aj.PaperFit(num_slices=SLICES)
+OPTIONS = {field.name for field in dataclasses.fields(aj.Options)} | {"apply_kwargs", "forward"}
 
 
 class Model(nn.Module):
@@ -61,14 +64,26 @@ def teacher(specs=(SPEC, SPEC)):
     return model, variables_of(model, np.random.default_rng(1))
 
 
+def paper(**settings):
+    """Keywords of a compile: settings of the paper's fit, with few slices, and others."""
+    options = {name: settings.pop(name) for name in set(settings) & OPTIONS}
+    return {"fit": dataclasses.replace(PAPER, **settings), **options}
+
+
 def compile_model(batches, model=None, variables=None, **settings):
+    """The paper's fit with few slices; other settings of the fit or of the compile."""
     if model is None:
         model, variables = teacher()
-    settings = {"num_slices": SLICES, **settings}
-    return aj.linen.compile(model, variables, batches, **settings)
+    return aj.linen.compile(model, variables, batches, **paper(**settings))
 
 
-def compile_auto(batches, model=None, variables=None, **settings):
-    """The automatic recipe with three quick candidates and neither ladder nor clock."""
+def compile_fit(batches, fit, model=None, variables=None, **settings):
+    """Any fit."""
     model, variables = teacher() if model is None else (model, variables)
-    return aj.linen.compile(model, variables, batches, **{**AUTO, **settings})
+    return aj.linen.compile(model, variables, batches, fit=fit, **settings)
+
+
+def compile_auto(batches, model=None, variables=None, *, closures=None, **settings):
+    """The automatic choice of three quick candidates with neither ladder nor clock."""
+    fit = dataclasses.replace(AUTO, **settings)
+    return compile_fit(batches, fit, model, variables, closures=closures)

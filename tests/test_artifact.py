@@ -27,6 +27,8 @@ SPEC = aj.SinkhornSpec(num_steps=4)
 BATCH, LENGTH, FEATURES, HEADS, DEPTH, SLICES = 3, 6, 8, 2, 3, 3
 PATH = "SinkhornAttention_0"
 
+FIT = aj.PaperFit(num_slices=SLICES)
+
 
 class Model(nn.Module):
     """Attention layers one after another."""
@@ -106,11 +108,11 @@ def variables_of(model, seed=0):
 
 
 def compile_linen(model, variables, **settings):
-    return aj.linen.compile(model, variables, data(), num_slices=SLICES, **settings)
+    return aj.linen.compile(model, variables, data(), fit=FIT, **settings)
 
 
 def compile_nnx(model, **settings):
-    return aj.nnx.compile(model, data(), num_slices=SLICES, **settings)
+    return aj.nnx.compile(model, data(), fit=FIT, **settings)
 
 
 @functools.cache

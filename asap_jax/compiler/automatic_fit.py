@@ -14,9 +14,9 @@ import numpy as np
 
 from asap_jax import checks
 from asap_jax.attention import functions
-from asap_jax.compiler.fit import Ladder, Solved, check_steps, is_held_out
+from asap_jax.compiler.fit import Fit, Ladder, Solved, check_steps, is_held_out
 from asap_jax.compiler.report import SAME_ENDING, Rung
-from asap_jax.compiler.single_fit import CANDIDATES, Candidate, NumberedFit, RecordsFit
+from asap_jax.compiler.single_fit import CANDIDATES, Candidate, RecordsFit
 from asap_jax.fitting import fidelity
 from asap_jax.predictor.predictor import Predictor
 from asap_jax.records import Record, unstack
@@ -28,7 +28,7 @@ REPEATS = 5  # timed calls of a rung
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoFit(NumberedFit):
+class AutoFit(Fit):
     """Fits several candidates to every layer and takes the best on held-out batches.
 
     Those batches are not the ones of the report. Calibration records stay in memory. The number
@@ -98,19 +98,9 @@ class AutoFit(NumberedFit):
         counts = {*super().left_out(spec, closures), *self.rungs}
         return tuple(n for n in sorted(counts) if n >= spec.num_steps)
 
-    def layer_fit(
-        self,
-        path: str,
-        record: Record,
-        *,
-        closures: str | int | None,
-        seed: int = 0,
-        holdout: float = 0.2,
-    ) -> AutomaticLayerFit:
-        """The fit of the layer at ``path``."""
-        left_out = self.left_out(record.spec, closures)
-        closures = self.closures_of(record.spec, closures)
-        return AutomaticLayerFit(path, record, closures, self, left_out, seed, holdout)
+    def layer_kind(self) -> type[AutomaticLayerFit]:
+        """Records of the layer, and every candidate's fit."""
+        return AutomaticLayerFit
 
 
 class AutomaticLayerFit(RecordsFit):
@@ -121,18 +111,8 @@ class AutomaticLayerFit(RecordsFit):
     of a stack are fitted apart and share a candidate.
     """
 
-    def __init__(
-        self,
-        path: str,
-        record: Record,
-        closures: int,
-        fit: AutoFit,
-        left_out: tuple[int, ...],
-        seed: int,
-        holdout: float,
-    ):
-        super().__init__(path, record, closures, None, left_out, seed)
-        self.fit, self.holdout = fit, holdout
+    def __init__(self, path: str, record: Record, *settings: Any):
+        super().__init__(path, record, *settings)
         self.predictors: dict[tuple[str, int], list[Predictor]] = {}
 
     def solve(self) -> Solved:
@@ -152,7 +132,7 @@ class AutomaticLayerFit(RecordsFit):
         chosen, slow = self._choose(scores, fit[0][0])
         if choice:  # the choice is final, so refit on the choice batches too
             (candidate,) = (c for c in self.fit.tries if c.name == chosen)
-            figures[chosen] = self._fit_stack(candidate, records, self.closures)
+            figures[chosen] = self._fit_stack(candidate, fit + choice, self.closures)
         common = dict(
             candidate=chosen,
             too_slow=tuple(slow),
@@ -178,8 +158,8 @@ class AutomaticLayerFit(RecordsFit):
                         figures[candidate.name] = numbers
         if not figures:
             raise ValueError(
-                f"layer {self.path!r}: no candidate suits closures={self.closures}, what a "
-                f"teacher with num_steps={self.spec.num_steps} allows"
+                f"layer {self.path!r}: no candidate suits closures={self.closures}, all that "
+                f"a teacher with num_steps={self.spec.num_steps} allows"
             )
         return figures
 

@@ -94,14 +94,8 @@ class Calibration(abc.ABC):
         options = self.options
         for path, record in select(self.records(teacher, batch), options.layers).items():
             if path not in self.fits:
-                options.fit.check_teacher(path, record.spec, options.closures)
-                self.fits[path] = options.fit.layer_fit(
-                    path,
-                    record,
-                    closures=options.closures,
-                    seed=options.seed,
-                    holdout=options.holdout,
-                )
+                settings = options.fit, options.closures, options.seed, options.holdout
+                self.fits[path] = options.fit.layer_kind()(path, record, *settings)
             self.fits[path].add(record, where)
         self.num_batches += 1
         self.seconds += time.perf_counter() - start
@@ -182,7 +176,7 @@ class Calibration(abc.ABC):
         *,
         total: Callable[[Any], Any] | None = None,
     ) -> CompileResult:
-        """Adds ``batches``, but for the share held out, and finishes on that share.
+        """Adds ``batches`` except the share held out, and finishes on that share.
 
         Batches that are held out are held until the report. ``total`` adds up the sums of several
         processes, see ``reduce``.
@@ -283,7 +277,7 @@ def measure(
 
 
 def _natural(path: str) -> list:
-    """Sort key by which ``block_10`` follows ``block_9``."""
+    """Sort key that puts ``block_10`` after ``block_9``."""
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path)
     ]
@@ -293,7 +287,7 @@ def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
     """``batches`` as it is.
 
     Raises:
-      TypeError: one batch or another thing instead of an iterable of them, or a one-pass iterator
+      TypeError: one batch, or not an iterable of batches, or a one-pass iterator
         where the fit must go through the data again.
     """
     if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):

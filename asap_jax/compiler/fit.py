@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,39 +26,27 @@ Again = Callable[[str], Iterator[Record]]
 
 @dataclasses.dataclass(frozen=True)
 class Fit(abc.ABC):
-    """How layers are fitted: settings only, checked when they are made."""
+    """How layers are fitted: settings only, checked when they are made.
 
-    @property
-    @abc.abstractmethod
-    def default_closures(self) -> str | int:
-        """What ``closures=None`` means."""
+    Attributes:
+      default_closures: what ``closures=None`` means; a number is cut to what a teacher allows.
+      reads_batches_again: whether solving goes through the calibration batches again.
+    """
 
-    @property
-    def reads_batches_again(self) -> bool:
-        """Whether solving goes through the calibration batches again."""
-        return False
+    default_closures: ClassVar[str | int] = 2
+    reads_batches_again: ClassVar[bool] = False
 
     @abc.abstractmethod
+    def layer_kind(self) -> type[LayerFit]:
+        """The class that fits one layer so."""
+
     def check_closures(self, closures: str | int) -> None:
         """Raises ValueError where this fit cannot fit to ``closures``."""
-
-    @abc.abstractmethod
-    def layer_fit(
-        self,
-        path: str,
-        record: Record,
-        *,
-        closures: str | int | None,
-        seed: int = 0,
-        holdout: float = 0.2,
-    ) -> LayerFit:
-        """The fit of one layer.
-
-        Args:
-          path: the layer's address.
-          record: its first record, which shows its shapes; it is not added.
-          closures, seed, holdout: see ``Options``.
-        """
+        if isinstance(closures, str):
+            raise ValueError(
+                f"closures={closures!r} is for fit=PaperFit(...): this fit needs a number of "
+                f"closures"
+            )
 
     def check_teacher(self, path: str, spec: SinkhornSpec, closures: str | int | None) -> None:
         """Raises ValueError for a teacher that cannot be compiled so, with the reason."""
@@ -69,12 +57,12 @@ class Fit(abc.ABC):
             )
         check_steps("closures", closures, path, spec)
 
-    def closures_of(self, spec: SinkhornSpec, closures: str | int | None) -> str | int:
-        """``closures`` for a teacher; the default is at most what it has steps to save."""
-        if closures is not None:
-            return closures
+    def left_out(self, spec: SinkhornSpec, closures: str | int | None) -> tuple[int, ...]:
+        """Default numbers of closures that the teacher has too few steps for."""
         default = self.default_closures
-        return default if isinstance(default, str) else min(default, spec.num_steps - 1)
+        if closures is not None or isinstance(default, str) or default < spec.num_steps:
+            return ()
+        return (default,)
 
     def solve(self, layers: Mapping[str, LayerFit], again: Again) -> dict[str, Solved]:
         """Solves every layer; ``again(path)`` is one more pass over the records of a layer."""
@@ -92,12 +80,32 @@ class LayerFit(abc.ABC):
 
     Attributes:
       path, spec, stack: of the layer, see ``Record``.
+      fit, seed, holdout: see ``Options``.
       closures: what the layer is compiled to.
+      left_out: default numbers of closures that the teacher has too few steps for.
     """
 
-    def __init__(self, path: str, record: Record, closures: str | int):
-        self.path, self.closures = path, closures
+    def __init__(
+        self,
+        path: str,
+        record: Record,
+        fit: Fit,
+        closures: str | int | None = None,
+        seed: int = 0,
+        holdout: float = 0.2,
+    ):
+        """Takes the shapes of the layer from its first ``record``, which is not added.
+
+        Raises:
+          ValueError: a teacher that cannot be compiled so.
+        """
+        fit.check_teacher(path, record.spec, closures)
+        self.path, self.fit, self.seed, self.holdout = path, fit, seed, holdout
         self.spec, self.stack = record.spec, record.stack
+        default, most = fit.default_closures, self.spec.num_steps - 1
+        default = default if isinstance(default, str) else min(default, most)
+        self.closures = default if closures is None else closures
+        self.left_out = fit.left_out(self.spec, closures)
 
     @property
     def depth(self) -> int:
@@ -143,7 +151,13 @@ class LayerFit(abc.ABC):
             solved = [self.solve_one(index) for index in range(self.depth)]
         except ValueError as error:
             raise ValueError(f"layer {self.path!r}: {error}") from error
-        return self.state([p for p, _ in solved]), [figures for _, figures in solved]
+        figures = [dict(numbers, left_out=self.left_out) for _, numbers in solved]
+        return self.state([predictor for predictor, _ in solved]), figures
+
+    def layer(self, sums: Any, index: int) -> Any:
+        """Arrays of one layer of the stack."""
+        depth = len(self.stack)
+        return jax.tree.map(lambda x: x.reshape(self.depth, *x.shape[depth:])[index], sums)
 
     def state(self, predictors: list[Predictor | DualPair]) -> CompiledState:
         """The compiled state of the stack from the predictors of its layers."""

@@ -50,7 +50,7 @@ def explain_moved_settings(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a compile is given beside the model and the data.
+    """Settings of a compile, beside the model and the data.
 
     Attributes:
       fit: a ``PaperFit``, a ``Candidate`` (one way of predicting) or an ``AutoFit`` (the best of

@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,8 @@ class PaperFit(Fit):
     Raises:
       ValueError, TypeError: a setting that is unknown, out of range or does not go with another.
     """
+
+    default_closures: ClassVar[str] = "two_sided"
 
     objective: str = "ls"
     num_slices: int = 32
@@ -125,11 +127,6 @@ class PaperFit(Fit):
                 )
 
     @property
-    def default_closures(self) -> str:
-        """ASAP."""
-        return "two_sided"
-
-    @property
     def families(self) -> tuple[Any, ...]:
         """The chosen feature families, by name or as instances."""
         chosen = self.features
@@ -155,18 +152,9 @@ class PaperFit(Fit):
         if closures == "none" and (self.token_bias or self.baseline != "none"):
             raise ValueError("closures='none' goes with baseline='none' and token_bias=False")
 
-    def layer_fit(
-        self,
-        path: str,
-        record: Record,
-        *,
-        closures: str | int | None,
-        seed: int = 0,
-        holdout: float = 0.2,
-    ) -> PaperLayerFit:
-        """The fit of the layer at ``path``."""
-        del holdout  # nothing is chosen
-        return PaperLayerFit(path, record, self.closures_of(record.spec, closures), self, seed)
+    def layer_kind(self) -> type[PaperLayerFit]:
+        """Sums of the layer, and what the KL objective needs."""
+        return PaperLayerFit
 
     def solve(self, layers: Mapping[str, PaperLayerFit], again: Again) -> dict[str, Solved]:
         """Solves every layer, on the sums over all of them for shared coefficients."""
@@ -194,9 +182,9 @@ class PaperLayerFit(LayerFit):
     shared: list[NormalEquations] | None = None
     stream: Callable[[], Iterator[Record]] | None = None
 
-    def __init__(self, path: str, record: Record, closures: str | int, fit: PaperFit, seed: int):
-        super().__init__(path, record, closures)
-        self.fit = fit
+    def __init__(self, path: str, record: Record, fit: PaperFit, *settings: Any):
+        super().__init__(path, record, fit, *settings)
+        closures = self.closures
         per_head = fit.coefficients == "per_head"
         self.regression = Regression(fit.rows, per_head, fit.ridge, fit.ridge_scale)
         self.targets: tuple[str | int, ...] = (closures,)
@@ -205,7 +193,7 @@ class PaperLayerFit(LayerFit):
         # The paper's bank of slices is the same for every layer.
         settings = dict(num_slices=fit.num_slices, slice_kind=fit.slice_kind)
         create = lambda name: FAMILIES[name].create(
-            jax.random.key(seed), record.query.shape[-1], **settings
+            jax.random.key(self.seed), record.query.shape[-1], **settings
         )
         self.families = tuple(create(f) if isinstance(f, str) else f for f in fit.families)
         self.head_dim = record.query.shape[-1]
@@ -258,7 +246,7 @@ class PaperLayerFit(LayerFit):
     def solve_one(self, index: int) -> tuple[Predictor | DualPair, dict[str, Any]]:
         """The predictor of layer ``index``, a DualPair for closures ``"none"``, and figures."""
         heads, figures = [], {}
-        for sums in self.shared or [self._layer(sums, index) for sums in self.sums]:
+        for sums in self.shared or [self.layer(sums, index) for sums in self.sums]:
             sums, coefficients, new = self.regression.solve(sums)
             figures = figures or new
             if self.fit.objective == "kl":
@@ -277,7 +265,7 @@ class PaperLayerFit(LayerFit):
                 predictor(LinearHead(head), side=side)
                 for head, side in zip(heads, ("query", "key"), strict=True)
             )
-            total, count = (x.sum(-1) for x in self._layer(self.offset, index))
+            total, count = (x.sum(-1) for x in self.layer(self.offset, index))
             return DualPair(query, key, total / jnp.maximum(count, jnp.ones_like(count))), figures
         (head,), bias = heads, None
         if self.fit.token_bias:
@@ -287,11 +275,6 @@ class PaperLayerFit(LayerFit):
         side = "query" if source else self.spec.side_before_end(self.closures)
         baseline = self.fit.baseline
         return predictor(LinearHead(head), token_bias=bias, side=side, baseline=baseline), figures
-
-    def _layer(self, sums: Any, index: int) -> Any:
-        """The sums of one layer of the stack."""
-        depth = len(self.stack)
-        return jax.tree.map(lambda x: x.reshape(self.depth, *x.shape[depth:])[index], sums)
 
     def _kl(self, index: int, sums: NormalEquations) -> kl_search.KLFit:
         held = self.items[index]

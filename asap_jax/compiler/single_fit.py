@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from asap_jax import checks
@@ -17,34 +16,11 @@ from asap_jax.fitting import fidelity, finetune, stages, targets
 from asap_jax.fitting.least_squares import RIDGE_SCALES, ROWS, NormalEquations, Regression
 from asap_jax.predictor.predictor import Predictor
 from asap_jax.records import Record, unstack
-from asap_jax.spec import PADDINGS, SinkhornSpec
+from asap_jax.spec import PADDINGS
 
 
 @dataclasses.dataclass(frozen=True)
-class NumberedFit(Fit):
-    """A fit to a number of closures, by default 2 or as many as the teacher has steps to save."""
-
-    @property
-    def default_closures(self) -> int:
-        """Two closures."""
-        return 2
-
-    def check_closures(self, closures: str | int) -> None:
-        """Raises ValueError for the paper's endings, which are names."""
-        if isinstance(closures, str):
-            raise ValueError(
-                f"closures={closures!r} is for fit=PaperFit(...): this fit needs a number of "
-                f"closures"
-            )
-
-    def left_out(self, spec: SinkhornSpec, closures: int | None) -> tuple[int, ...]:
-        """What a default asks for, but needs more steps than the teacher has."""
-        default = self.default_closures
-        return (default,) if closures is None and default >= spec.num_steps else ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate(NumberedFit):
+class Candidate(Fit):
     """One way to predict the dual that n closures start from.
 
     Attributes:
@@ -139,22 +115,9 @@ class Candidate(NumberedFit):
                 f"closures={closures}"
             )
 
-    def layer_fit(
-        self,
-        path: str,
-        record: Record,
-        *,
-        closures: str | int | None,
-        seed: int = 0,
-        holdout: float = 0.2,
-    ) -> LayerFit:
-        """The fit of the layer at ``path``: on sums where one stage is enough, or on records."""
-        del holdout  # nothing is chosen
-        left_out = self.left_out(record.spec, closures)
-        closures = self.closures_of(record.spec, closures)
-        if self.single_stage:
-            return SumsFit(path, record, closures, self, left_out)
-        return RecordsFit(path, record, closures, self, left_out, seed)
+    def layer_kind(self) -> type[LayerFit]:
+        """Sums of the layer where one stage is enough, or its records."""
+        return SumsFit if self.single_stage else RecordsFit
 
     def fit(
         self, records: Sequence[Record], num_closures: int, *, seed: int = 0
@@ -236,26 +199,15 @@ THOROUGH = (
 class SumsFit(LayerFit):
     """A candidate of one stage: normal equations, added up batch by batch."""
 
-    def __init__(
-        self,
-        path: str,
-        record: Record,
-        closures: int,
-        candidate: Candidate,
-        left_out: tuple[int, ...],
-    ):
-        super().__init__(path, record, closures)
-        self.candidate, self.left_out = candidate, left_out
-        self.sums: NormalEquations | None = None
+    sums: NormalEquations | None = None
 
     def _add(self, record: Record, where: str) -> None:
-        candidate = self.candidate
         new = targets.layer_sums(
-            record.with_padding(candidate.padding),
-            candidate.features,
+            record.with_padding(self.fit.padding),
+            self.fit.features,
             target=self.closures,
-            rows=candidate.rows,
-            damping=candidate.damping if self.closures == 1 else None,
+            rows=self.fit.rows,
+            damping=self.fit.damping if self.closures == 1 else None,
         )
         self.check_finite(new, record, where)
         self.sums = new if self.sums is None else self.sums + new
@@ -266,29 +218,17 @@ class SumsFit(LayerFit):
 
     def solve_one(self, index: int) -> tuple[Predictor, dict[str, Any]]:
         """The predictor of layer ``index`` of the stack, and figures of its fit."""
-        depth = len(self.stack)
-        sums = jax.tree.map(lambda x: x.reshape(self.depth, *x.shape[depth:])[index], self.sums)
-        candidate, side = self.candidate, self.spec.side_before_end(self.closures)
-        predictor, figures, _ = stages.solve(
-            candidate.regression, [sums], candidate.features, side, candidate.padding
-        )
-        return predictor, dict(figures, left_out=self.left_out)
+        fit, side = self.fit, self.spec.side_before_end(self.closures)
+        sums = [self.layer(self.sums, index)]
+        fitted = stages.solve(fit.regression, sums, fit.features, side, fit.padding)
+        return fitted.predictor, fitted.figures
 
 
 class RecordsFit(LayerFit):
     """A fit that goes through a layer's records more than once, and therefore holds them."""
 
-    def __init__(
-        self,
-        path: str,
-        record: Record,
-        closures: int,
-        candidate: Candidate | None,
-        left_out: tuple[int, ...],
-        seed: int,
-    ):
-        super().__init__(path, record, closures)
-        self.candidate, self.left_out, self.seed = candidate, left_out, seed
+    def __init__(self, path: str, record: Record, *settings: Any):
+        super().__init__(path, record, *settings)
         self.records: list[list[Record]] = []  # batch by batch, the layers of the stack
 
     def _add(self, record: Record, where: str) -> None:
@@ -300,8 +240,7 @@ class RecordsFit(LayerFit):
 
     def solve_one(self, index: int) -> tuple[Predictor, dict[str, Any]]:
         """The predictor of layer ``index`` of the stack, and figures of its fit."""
-        predictor, figures = self.fit_one(self.candidate, self.records, self.closures, index)
-        return predictor, dict(figures, left_out=self.left_out)
+        return self.fit_one(self.fit, self.records, self.closures, index)
 
     def fit_one(
         self, candidate: Candidate, records: list[list[Record]], num_closures: int, index: int

@@ -122,17 +122,10 @@ def _r_squared(p, spec, state, predictor):
     if state.closures == "none":
         target, predictor = "final_query", predictor.query
     y, _, validity = targets.target_dual(p, spec, target)
-    dual = predict(
-        predictor,
-        p.q,
-        p.k,
-        scale=p.scale,
-        scores=p.scores,
-        epsilon=spec.epsilon,
-        mask=p.mask,
-        query_valid=None if validity is None else validity.query,
-        key_valid=None if validity is None else validity.key,
-    )
-    valid = None if validity is None else getattr(validity, predictor.side)
+    valid = validity or masks.Validity(None, None)
+    tokens = dict(scale=p.scale, query_valid=valid.query, key_valid=valid.key)
+    settings = dict(scores=p.scores, epsilon=spec.epsilon, mask=p.mask)
+    dual = predict(predictor, p.q, p.k, **tokens, **settings)
+    valid = getattr(valid, predictor.side)
     keep = lambda x: x if valid is None else jnp.where(valid, x, jnp.zeros_like(x))
     return 1 - jnp.sum(jnp.square(keep(y - dual))) / jnp.sum(jnp.square(keep(y)))

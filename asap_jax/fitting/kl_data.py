@@ -57,15 +57,9 @@ class KLBlocks:
         scale = self.spec.score_scale(item.q.shape[-1])
         s = scores(item.q, item.k, scale=scale, bias=item.bias)
         shift = query_shift(item.q, scale=scale)
-        return kl_objective.make_block(
-            item.features,
-            item.target,
-            s,
-            shift,
-            item.mask,
-            epsilon=self.spec.epsilon,
-            key_mass=self.spec.key_mass,
-        )
+        arrays = item.features, item.target, s, shift, item.mask
+        settings = dict(epsilon=self.spec.epsilon, key_mass=self.spec.key_mass)
+        return kl_objective.make_block(*arrays, **settings)
 
 
 def groups(items: list[Any]) -> list[Any]:

@@ -101,7 +101,7 @@ def minimise(
     num_problems: int,
     max_steps: int = MAX_STEPS,
 ) -> KLFit:
-    """Minimises J over data that are given in parts.
+    """Minimises J over data in parts.
 
     Args:
       sums: normal equations of the same rows: the start. With a head axis the
@@ -144,7 +144,7 @@ def minimise(
 
 
 def whitening(covariance: jax.Array, second: jax.Array, ridge: float) -> jax.Array:
-    """``W (..., F, F)`` with omega = W z, by which ``covariance + ridge I`` is the identity in z.
+    """``W (..., F, F)`` with omega = W z; ``covariance + ridge I`` is the identity in z.
 
     ``second`` are the second moments that the covariance is the small remainder of: directions
     below their rounding are left at that level, so that null directions stay finite.
@@ -260,7 +260,7 @@ def _streamed(items, start, *, block_of, epsilon, ridge, max_steps):
                 total = part if total is None else jax.tree.map(jnp.add, total, part)
             if total is None:
                 raise ValueError(
-                    "the KL fit was given no data on a later pass: batches must be "
+                    "the KL fit got no data on a later pass: batches must be "
                     "re-iterable, not a generator"
                 )
             return total

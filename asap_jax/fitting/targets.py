@@ -124,15 +124,9 @@ def design(
     families: tuple, side: str, p: Problem, validity: masks.Validity | None
 ) -> tuple[jax.Array, jax.Array]:
     """Features ``(..., N, F)`` of the tokens of ``side``, and which of them have any."""
-    return design_matrix(
-        families,
-        side,
-        p.q,
-        p.k,
-        scale=p.scale,
-        query_valid=None if validity is None else validity.query,
-        key_valid=None if validity is None else validity.key,
-    )
+    valid = validity or masks.Validity(None, None)
+    tokens = dict(scale=p.scale, query_valid=valid.query, key_valid=valid.key)
+    return design_matrix(families, side, p.q, p.k, **tokens)
 
 
 def _first_step(p, spec, side):

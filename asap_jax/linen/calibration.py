@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 from flax.core.scope import union_filters
+from flax.linen.module import TestScope
 
 from asap_jax import checks, records
 from asap_jax.compiler import calibration as compiling
@@ -22,7 +23,7 @@ from asap_jax.records import CompiledState, Record
 class Calibration(compiling.Calibration):
     """Calibration of a linen model, also while it still trains.
 
-    ``add(variables, batch)`` as often as wanted, then ``finish(variables, report_batches)``;
+    ``add(variables, batch)`` as often as needed, then ``finish(variables, report_batches)``;
     ``compile`` does both. Layers accumulated while the teacher trains are fitted to the sequence
     of its states.
     """
@@ -50,8 +51,8 @@ class Calibration(compiling.Calibration):
                 recorded = self._recorded(_plain(teacher), batch)
             except jax.errors.UnexpectedTracerError as error:
                 raise ValueError(
-                    f"forward is jitted inside: it must then pass mutable=[{CAPTURE!r}] and "
-                    f"return (output, state)"
+                    f"forward runs the whole model inside a transform (jax.jit, nn.remat): "
+                    f"it must then pass mutable=[{CAPTURE!r}] and return (output, state)"
                 ) from error
         if observer.unrecorded:
             raise ValueError(
@@ -143,12 +144,14 @@ def _plain(variables: Mapping) -> dict:
 
 
 def _apply(model, apply_kwargs):
-    """The default forward: ``model.apply`` on a batch, with a dropout rng for layers that need one."""
+    """The default forward: ``model.apply`` on a batch, recording, with an rng for dropout."""
     rngs = {"dropout": jax.random.key(0), **(apply_kwargs.pop("rngs", None) or {})}
+    mutable = union_filters(apply_kwargs.pop("mutable", False), CAPTURE)
 
     def run(variables, batch):
         args, kwargs = records.split_batch(batch)
-        return model.apply(variables, *args, rngs=rngs, **{**kwargs, **apply_kwargs})
+        settings = {**kwargs, **apply_kwargs}
+        return model.apply(variables, *args, rngs=rngs, mutable=mutable, **settings)
 
     return run
 
@@ -176,14 +179,14 @@ def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:
 
     The collection is mutable while an outermost method runs (``setup``, then ``__call__``, or
     several under ``method=``). Flax gives each ``apply`` variables of its own, by whose identity
-    the outermost methods of one pass are put together; they are held, so that no id is reused.
+    the outermost methods of one pass are put together; they are held so that no id is used twice.
     """
     running = False
 
     def capture(next_function, args, kwargs, context):
         nonlocal running
         scope = context.module.scope
-        if running or scope is None:
+        if running or scope is None or isinstance(scope.root, TestScope):  # Flax tries setup there
             return next_function(*args, **kwargs)
         scopes = [scope]
         while scopes[-1].parent is not None:

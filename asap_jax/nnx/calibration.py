@@ -28,7 +28,7 @@ def sinkhorn_layers(model: nnx.Module) -> dict[str, SinkhornAttention]:
 class Calibration(compiling.Calibration):
     """Calibration of an nnx model, also while it still trains.
 
-    ``add(model, batch)`` as often as wanted, then ``finish(model, report_batches)``; ``compile``
+    ``add(model, batch)`` as often as needed, then ``finish(model, report_batches)``; ``compile``
     does both. Layers accumulated while the teacher trains are fitted to the sequence of its
     states.
     """
@@ -86,8 +86,7 @@ class Calibration(compiling.Calibration):
         if missing:
             raise ValueError(
                 f"layers {missing} did not switch to the compiled operator: the forward pass did "
-                f"not run them on the model it was given, or a transform drops their state. "
-                + SCAN_HINT
+                f"not run them on its model, or a transform drops their state. " + SCAN_HINT
             )
         compiled = nnx.clone(teacher)
         attach(compiled, states)

@@ -602,15 +602,18 @@ def test_directions_without_a_key_are_refused(rng):
         ("candidates", aj.Candidate("moments"), "Candidate"),
         ("candidates", np.ones(2), "float64"),
         ("layers", 3, "int 3"),
-        ("recipe", np.ones(2), "array"),
+        ("fit", np.ones(2), "array"),
         ("closures", np.ones(2), "array"),
         ("time_limit", "a", "str"),
     ],
 )
 def test_settings_of_a_compile_of_another_type_are_refused(option, value, given):
-    recipe = {"recipe": "auto"} if option in ("ladder", "candidates", "time_limit") else {}
+    kind = {"features": aj.PaperFit, "layers": aj.Options, "fit": aj.Options}.get(
+        option, aj.AutoFit
+    )
+    kind = aj.Options if option == "closures" else kind
     with pytest.raises((TypeError, ValueError), match=f"^{option}.*{given}"):
-        aj.Options(**{**recipe, option: value})
+        kind(**{option: value})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The automatic recipe: candidates, choice, ladder; on linen, nnx, under scan, in a file."""
+"""The automatic choice: candidates, choice, ladder; on linen, nnx, under scan, in a file."""
 
 import math
 
@@ -19,7 +19,7 @@ from small_models import (
     SPEC,
     Model,
     compile_auto,
-    compile_model,
+    compile_fit,
     data,
     teacher,
     variables_of,
@@ -28,7 +28,9 @@ from small_models import (
 import asap_jax as aj
 from asap_jax.compiler import automatic_fit
 from asap_jax.compiler.report import METRICS, SAME_ENDING, LayerReport, Rung
-from asap_jax.fitting import candidates
+from asap_jax.fitting import stages
+
+TWO = "compiled, 2 closures"
 
 
 def test_the_best_of_each_layer_is_kept(rng):
@@ -52,9 +54,12 @@ def test_a_layer_no_closer_than_sinkhorn_of_as_many_steps_is_pointed_out():
     ladder = {"moments": rung(0.9, 0.3), SAME_ENDING: rung(0.2, 0.2), "teacher": {6: Rung(0, 1)}}
     fit = dict(r_squared=0.5, num_rows=9, candidate="moments", choice={"moments": 0.3})
     fit |= dict(chosen_in_sample=False, too_slow=(), left_out=())
-    rows = {"ASAP n=2": dict.fromkeys(METRICS, 0.3)}
+    rows = {TWO: dict.fromkeys(METRICS, 0.3)}
     layer = LayerReport("layer", rows, fit, ladder)
-    assert "WARNING: 'moments' is no closer than Sinkhorn of as many steps at n=2;" in str(layer)
+    assert (
+        "WARNING: 'moments' is no closer than Sinkhorn with the same number of steps at n=2;"
+        in str(layer)
+    )
     ladder["moments"] = rung(0.9, 0.1)
     assert "WARNING" not in str(layer)
 
@@ -67,7 +72,7 @@ def test_the_report_measures_what_the_state_does(rng):
     for path, state in result.states.items():
         layer = result.report.layers[path]
         name = layer.fit["candidate"]
-        assert layer.ladder[name][2].rel_l2 == pytest.approx(layer.rows["ASAP n=2"]["rel_l2"])
+        assert layer.ladder[name][2].rel_l2 == pytest.approx(layer.rows[TWO]["rel_l2"])
         assert set(layer.ladder["moments"]) == {1, 2, 3}
         assert set(layer.ladder["chain"]) == {2, 3}
         assert set(layer.ladder[SAME_ENDING]) == {1, 2}
@@ -132,7 +137,7 @@ def test_a_candidate_that_is_too_slow_is_not_kept(rng):
 
 
 def test_later_candidates_must_earn_their_cost():
-    good = automatic_fit._cheapest_good
+    good = automatic_fit.cheapest_good
     costs = {"a": (0, 0, 0), "b": (32, 0, 0), "c": (32, 1, 0), "b too": (32, 0, 0)}
     assert good({"a": 0.100, "b": 0.099}, costs) == "a"
     assert good({"a": 0.100, "b": 0.090, "c": 0.0895}, costs) == "b"
@@ -169,14 +174,14 @@ def test_masked_batches(rng):
     batches = [{"x": x, "mask": mask} for x in data(rng, 4)]
     result = compile_auto(batches, candidates=tries)
     assert set(result.report.layers[FIRST].fit["choice"]) == {"spec's", "rows", "features"}
-    given = {candidate.name: candidate.padding for candidate in tries}
+    paddings = {candidate.name: candidate.padding for candidate in tries}
     for path, state in result.states.items():
-        kept = result.report.layers[path].fit["candidate"]
-        assert state.predictor.padding == given[kept]
+        chosen = result.report.layers[path].fit["candidate"]
+        assert state.predictor.padding == paddings[chosen]
     empty = {"x": batches[3]["x"], "mask": np.zeros_like(mask)}
     again = compile_auto([*batches, empty], candidates=tries[2:])
     assert {state.predictor.padding for state in again.states.values()} == {"none"}
-    assert math.isfinite(again.report.layers[FIRST].rows["ASAP n=2"]["rel_l2"])
+    assert math.isfinite(again.report.layers[FIRST].rows[TWO]["rel_l2"])
 
 
 class Stack(nn.Module):
@@ -207,7 +212,7 @@ def test_a_scanned_stack_shares_a_candidate(rng):
     assert (len(result.report.layers), len(chosen)) == (3, 1)
     assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(state.predictor))
     error = [layer.ladder[min(chosen)][2].rel_l2 for layer in result.report.layers.values()]
-    rows = [layer.rows["ASAP n=2"]["rel_l2"] for layer in result.report.layers.values()]
+    rows = [layer.rows[TWO]["rel_l2"] for layer in result.report.layers.values()]
     np.testing.assert_allclose(error, rows, rtol=1e-3)
     assert jnp.isfinite(model.apply(result.variables, batches[0])).all()
 
@@ -217,28 +222,31 @@ def test_an_nnx_model(rng, tmp_path):
         HEADS, 8, decode=False, attention_fn=aj.nnx.SinkhornAttention(SPEC), rngs=nnx.Rngs(0)
     )
     batches = data(rng, 4)
-    result = aj.nnx.compile(layer, batches, **AUTO)
+    result = aj.nnx.compile(layer, batches, fit=AUTO)
     aj.save(tmp_path / "compiled.npz", result)
     loaded = aj.load(tmp_path / "compiled.npz", like=layer)
     chex.assert_trees_all_equal(loaded(batches[0]), result.model(batches[0]))
     (report,) = result.report.layers.values()
-    assert report.rows["ASAP n=2"]["rel_l2"] < 0.7 * report.rows["Sinkhorn S=2"]["rel_l2"]
+    assert report.rows[TWO]["rel_l2"] < 0.7 * report.rows["Sinkhorn S=2"]["rel_l2"]
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("closures", "two_sided"), ("features", "moments"), ("coefficients", "per_head"),
-    ("objective", "kl"), ("ridge", 0.1), ("time_limit", 0.0), ("candidates", ()),
-    ("candidates", (SMALL[0], SMALL[0])), ("ladder", (0,)),
+    ("time_limit", 0.0), ("candidates", ()), ("candidates", (SMALL[0], SMALL[0])), ("ladder", (0,)),
 ])  # fmt: skip
-def test_settings_that_do_not_go_with_the_recipe_are_refused(name, value):
+def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
-        aj.Options(recipe="auto", **{name: value})
+        aj.AutoFit(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["candidates", "time_limit", "ladder"])
-def test_settings_of_the_recipe_are_refused_elsewhere(name):
-    with pytest.raises(ValueError, match=f"{name} does not go with recipe='paper'"):
-        aj.Options(**{name: {"candidates": SMALL, "time_limit": None, "ladder": (2,)}[name]})
+def test_budgets_that_no_candidate_suits_are_refused(rng):
+    with pytest.raises(ValueError, match=r"closures='two_sided'.*PaperFit"):
+        aj.Options(fit="auto", closures="two_sided")
+    chain = aj.AutoFit(candidates=(SMALL[1],), ladder=(), time_limit=None)
+    with pytest.raises(ValueError, match=r"no candidate of \['chain'\] suits closures=1"):
+        aj.Options(fit=chain, closures=1)
+    model = Model((aj.SinkhornSpec(2),))  # whose default budget is one closure
+    with pytest.raises(ValueError, match=rf"'{FIRST}'.*no candidate suits closures=1"):
+        compile_fit(data(rng), chain, model, variables_of(model, rng))
 
 
 @pytest.mark.parametrize("settings", [
@@ -252,14 +260,6 @@ def test_candidates_out_of_range_are_refused(settings):
 
 
 def test_stages_before_the_teachers_start_move_to_later_iterations():
-    step = lambda num_steps, n: candidates._half_step(aj.SinkhornSpec(num_steps), n)
+    step = lambda num_steps, n: stages.half_step(aj.SinkhornSpec(num_steps), n)
     assert [step(5, n) for n in range(1, 8)] == [1, 2, 3, 4, 3, 4, 3]
     assert [step(2, n) for n in (1, 2, 3)] == [1, 0, 1]
-
-
-def test_the_paper_recipe_is_what_it_was(rng):
-    batches = data(rng)
-    chex.assert_trees_all_equal(
-        compile_model(batches).states, compile_model(batches, recipe="paper").states
-    )
-    assert aj.Options().closures == "two_sided"

@@ -20,8 +20,8 @@ from small_models import (
     FIRST,
     HEADS,
     LENGTH,
+    PAPER,
     SECOND,
-    SLICES,
     SPEC,
     Model,
     compile_model,
@@ -51,7 +51,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_batch_may_be(rng, form):
+def test_the_form_of_batches_does_not_change_the_fit(rng, form):
     batches = data(rng)
     result = compile_model(form(batches))
     chex.assert_trees_all_equal(result.states, compile_model(batches).states)
@@ -59,14 +59,14 @@ def test_a_batch_may_be(rng, form):
 
 
 @pytest.mark.parametrize("form", [lambda x: (x,), lambda x: {"inputs_q": x}], ids=["tuple", "dict"])
-def test_a_batch_of_an_nnx_model_may_be_a(rng, form):
+def test_batches_of_an_nnx_model_may_be_tuples_or_dicts(rng, form):
     layer = nnx.MultiHeadAttention(
         HEADS, FEATURES, decode=False, attention_fn=aj.nnx.SinkhornAttention(SPEC),
         rngs=nnx.Rngs(0),
     )  # fmt: skip
     batches = data(rng)
-    result = aj.nnx.compile(layer, [form(x) for x in batches], num_slices=SLICES)
-    expected = aj.nnx.compile(layer, batches, num_slices=SLICES)
+    result = aj.nnx.compile(layer, [form(x) for x in batches])
+    expected = aj.nnx.compile(layer, batches)
     chex.assert_trees_all_equal(result.states, expected.states)
 
 
@@ -106,7 +106,7 @@ def test_forward_may_be_jitted_when_it_returns_the_records(rng, warm):
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_a_jitted_forward_that_keeps_the_records_is_told_what_to_do(rng, warm):
+def test_a_jitted_forward_that_drops_the_records_is_an_error_with_the_remedy(rng, warm):
     batches, (model, variables) = data(rng), teacher()
     forward = jax.jit(lambda variables, x: model.apply(variables, x))
     if warm:
@@ -149,7 +149,7 @@ def test_no_batches_are_refused(batches):
 
 def test_batches_of_no_active_token_are_refused(rng):
     batch = {"x": data(rng)[0], "mask": np.zeros((BATCH, 1, LENGTH, LENGTH), bool)}
-    with pytest.raises(ValueError, match=f"'{FIRST}' saw no active token"):
+    with pytest.raises(ValueError, match=f"'{FIRST}': no active token"):
         compile_model([batch])
 
 
@@ -170,7 +170,7 @@ REFUSED = {
     "holdout": (1.0, -0.1, float("nan")),
     "ridge": (-1.0, float("inf")),
     "num_slices": (0, -1),
-    "recipe": ("cheap",),
+    "fit": ("cheap", "Moments", ""),
     "objective": ("l1",),
     "coefficients": ("each",),
     "closures": ("three_sided", 0, -1, 4, 5),
@@ -186,7 +186,8 @@ def test_settings_out_of_range_are_refused(rng, name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("closures", True), ("closures", 1.0), ("num_slices", 2.5), ("ridge", "1"), ("seed", "a"),
-     ("seed", 1.5), ("holdout", None), ("layers", FIRST)],
+     ("seed", 1.5), ("holdout", None), ("layers", FIRST), ("fit", None), ("fit", 3),
+     ("fit", aj.PaperFit)],
 )  # fmt: skip
 def test_settings_of_another_type_are_refused(rng, name, value):
     with pytest.raises(TypeError, match=name):
@@ -399,7 +400,9 @@ def test_coefficients_follow_closures_masks_and_spec(rng, spec, closures, mask, 
     )  # fmt: skip
     np.testing.assert_allclose(coefficients(result), expected, rtol=0, atol=2e-5)
     assert (state.closures, state.spec) == (closures, spec)
-    operator = {"one_sided": "ASAP-0", "two_sided": "ASAP"}.get(closures, f"ASAP n={closures}")
+    operator = {"one_sided": "ASAP-0", "two_sided": "ASAP"}.get(
+        closures, f"compiled, {closures} closure{'s' if closures == 2 else ''}"
+    )
     assert operator in result.report.layers[FIRST].rows
     side = "query" if isinstance(closures, str) else spec.side_before_end(closures)
     assert state.predictor.side == side
@@ -549,7 +552,7 @@ def test_other_collections_are_kept(rng):
 
 def test_calibration_by_hand_is_compile(rng):
     batches, (model, variables) = data(rng), teacher()
-    calibration = aj.linen.Calibration(model, aj.Options(num_slices=SLICES))
+    calibration = aj.linen.Calibration(model, aj.Options(fit=PAPER))
     for batch in (batches[0], batches[2]):
         calibration.add(variables, batch)
     result = calibration.finish(variables, [batches[1]])
@@ -635,14 +638,11 @@ def test_the_report_prints_as_a_table(rng):
         assert word in text
 
 
-@pytest.mark.parametrize("recipe", ["paper", "auto"])
-def test_compiled_variables_can_be_trained_on(rng, recipe):
+@pytest.mark.parametrize("fit", [PAPER, "moments"], ids=["paper", "moments"])
+def test_compiled_variables_can_be_trained_on(rng, fit):
     model, variables = teacher()
     x = data(rng, 1)[0]
-    settings = dict(num_slices=SLICES)
-    if recipe == "auto":
-        settings = dict(candidates=(aj.Candidate("moments"),), ladder=(), time_limit=None)
-    compiled = aj.linen.compile(model, variables, data(rng), recipe=recipe, **settings).variables
+    compiled = aj.linen.compile(model, variables, data(rng), fit=fit).variables
     loss = lambda v: jnp.sum(jnp.sin(model.apply(v, x, train=False)))
     gradient = jax.grad(loss)(compiled)
     slope = gradient["asap"][FIRST]["state"].predictor.coefficients

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import FIRST, SLICES, SPEC, Model, compile_model, data, teacher
+from small_models import FIRST, SLICES, SPEC, Model, compile_model, data, paper, teacher
 
 import asap_jax as aj
 from asap_jax.features import FAMILIES, register
@@ -40,7 +40,9 @@ def test_families_compile_and_come_back_from_a_file(rng, tmp_path, features, wid
 def test_moments_predict_better_than_as_many_slices(rng):
     batches = data(rng, 6, batch=16)
     error = lambda **settings: (
-        compile_model(batches, closures=2, **settings).report.layers[FIRST].rows["ASAP n=2"]
+        compile_model(batches, closures=2, **settings)
+        .report.layers[FIRST]
+        .rows["compiled, 2 closures"]
     )["rel_l2"]
     assert error(features="moments") < 0.7 * error(num_slices=12)
 
@@ -48,7 +50,7 @@ def test_moments_predict_better_than_as_many_slices(rng):
 @pytest.mark.parametrize("features", ["slices", "moments+", "moments+slices", (), ""])
 def test_unknown_families_are_refused(features):
     with pytest.raises(ValueError, match="features"):
-        aj.Options(features=features)
+        aj.PaperFit(features=features)
 
 
 @flax.struct.dataclass
@@ -79,7 +81,7 @@ def test_a_new_family_touches_no_other_file(rng, tmp_path):
 ], ids=str)  # fmt: skip
 def test_settings_of_the_fit_that_do_not_go_together_are_refused(settings):
     with pytest.raises(ValueError, match="|".join(settings)):
-        aj.Options(**settings)
+        aj.Options(**paper(**settings))
 
 
 @pytest.mark.parametrize("settings", [
@@ -99,19 +101,19 @@ def test_settings_of_the_fit_reach_it(rng, settings):
     {}, {"objective": "kl"}, {"objective": "kl", "in_memory": False}, {"closures": 2},
     {"closures": "none"},
 ], ids=str)  # fmt: skip
-def test_padding_of_a_fit_is_that_of_a_spec_which_says_so(rng, settings):
+def test_padding_of_a_fit_overrides_that_of_the_spec(rng, settings):
     """Padded queries of a key mask carry features: coefficients, weights and report agree."""
     mask = np.arange(6).reshape(1, 1, 1, 6) < 4
     batches = [{"x": x, "mask": mask} for x in data(rng)]
     _, variables = teacher()
     model = lambda padding: Model((dataclasses.replace(SPEC, padding=padding),) * 2)
-    told = compile_model(batches, model("self"), variables, padding="none", **settings)
-    meant = compile_model(batches, model("none"), variables, **settings)
+    by_fit = compile_model(batches, model("self"), variables, padding="none", **settings)
+    by_spec = compile_model(batches, model("none"), variables, **settings)
     plain = compile_model(batches, model("self"), variables, **settings)
     leaves = lambda result: jax.tree.leaves([s.predictor for s in result.states.values()])
-    chex.assert_trees_all_close(leaves(told), leaves(meant), rtol=1e-6)
-    for layer in told.report.layers:
-        rows = [one.report.layers[layer].rows for one in (told, meant, plain)]
+    chex.assert_trees_all_close(leaves(by_fit), leaves(by_spec), rtol=1e-6)
+    for layer in by_fit.report.layers:
+        rows = [one.report.layers[layer].rows for one in (by_fit, by_spec, plain)]
         for name in rows[0]:
             assert rows[0][name]["rel_l2"] == pytest.approx(rows[1][name]["rel_l2"], rel=1e-5)
         ours = next(name for name in rows[0] if "Sinkhorn" not in name)

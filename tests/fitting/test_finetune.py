@@ -9,7 +9,7 @@ import pytest
 from small_models import FIRST, compile_auto, data, teacher
 
 import asap_jax as aj
-from asap_jax.fitting import candidates, finetune
+from asap_jax.fitting import finetune
 from asap_jax.records import Record
 
 LENGTH = 6
@@ -86,8 +86,8 @@ def test_tuning_lowers_the_divergence_and_is_never_worse(rng, x64, hidden):
     records = [record_of(rng, spec, batch=32, size=3.0) for _ in range(4)]
     plain = aj.Candidate("plain", chain=True, coefficients="pooled")
     tuned = aj.Candidate("tuned", chain=True, coefficients="pooled", tuned=15, hidden=hidden)
-    before, _ = candidates.fit(plain, records, 2)
-    after, figures = candidates.fit(tuned, records, 2)
+    before, _ = plain.fit(records, 2)
+    after, figures = tuned.fit(records, 2)
     first, last = figures["validation_kl"]
     assert last < 0.98 * first
     assert 0 < figures["tuned_steps"] <= 15

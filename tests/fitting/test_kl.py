@@ -631,24 +631,23 @@ def small():
 
 def compiled(net, variables, batches, **settings):
     """The state and the fit figures of the one layer."""
-    result = aj.linen.compile(
-        net, variables, batches, objective="kl", num_slices=6, holdout=0.0, **settings
-    )
+    fit = aj.PaperFit(objective="kl", num_slices=6, **settings)
+    result = aj.linen.compile(net, variables, batches, fit=fit, holdout=0.0)
     (state,), (report,) = result.states.values(), result.report.layers.values()
     return state.predictor.coefficients, report.fit
 
 
 @pytest.fixture(scope="module")
 def in_memory(small):
-    """What compiling in memory gives, by how coefficients are kept."""
-    return {kept: compiled(*small, coefficients=kept) for kept in ("pooled", "per_head")}
+    """What compiling in memory gives, pooled and per head."""
+    return {sharing: compiled(*small, coefficients=sharing) for sharing in ("pooled", "per_head")}
 
 
-@pytest.mark.parametrize("kept", ["pooled", "per_head"])
-def test_compiling_in_and_out_of_memory_give_the_same_coefficients(small, in_memory, kept):
-    memory, figures = in_memory[kept]
-    stream, again = compiled(*small, coefficients=kept, in_memory=False)
-    chex.assert_shape(memory, (6,) if kept == "pooled" else (HEADS, 6))
+@pytest.mark.parametrize("sharing", ["pooled", "per_head"])
+def test_compiling_in_and_out_of_memory_give_the_same_coefficients(small, in_memory, sharing):
+    memory, figures = in_memory[sharing]
+    stream, again = compiled(*small, coefficients=sharing, in_memory=False)
+    chex.assert_shape(memory, (6,) if sharing == "pooled" else (HEADS, 6))
     chex.assert_trees_all_close(memory, stream, atol=1e-5, rtol=0)
     assert figures["kl_converged"]
     assert again["kl_converged"]
@@ -825,21 +824,22 @@ def test_no_data_are_refused():
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_compiling_without_data_is_refused(small, in_memory):
     net, variables, batches = small
-    settings = dict(objective="kl", num_slices=6, in_memory=in_memory)
+    fit = aj.PaperFit(objective="kl", num_slices=6, in_memory=in_memory)
     with pytest.raises(ValueError, match="batch"):
-        aj.linen.compile(net, variables, [], **settings)
+        aj.linen.compile(net, variables, [], fit=fit)
     tokens, mask = batches[0]
     with pytest.raises(ValueError, match="no active|token"):
-        aj.linen.compile(net, variables, [(tokens, jnp.zeros_like(mask))], **settings)
+        aj.linen.compile(net, variables, [(tokens, jnp.zeros_like(mask))], fit=fit)
     with pytest.raises(ValueError, match="finite"):
-        aj.linen.compile(net, variables, [tokens.at[0, 0, 0].set(jnp.nan)], **settings)
+        aj.linen.compile(net, variables, [tokens.at[0, 0, 0].set(jnp.nan)], fit=fit)
 
 
 def test_batches_that_can_be_read_once_are_refused_out_of_memory(small):
     net, variables, batches = small
+    fit = aj.PaperFit(objective="kl", in_memory=False)
     for once in ((b for b in batches), iter(batches), map(tuple, batches)):
         with pytest.raises(TypeError, match="re-iterable"):
-            aj.linen.compile(net, variables, once, objective="kl", in_memory=False)
+            aj.linen.compile(net, variables, once, fit=fit)
 
 
 def test_batches_that_can_be_read_once_are_enough_in_memory(small, in_memory):

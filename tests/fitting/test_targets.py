@@ -10,7 +10,7 @@ import reference
 import asap_jax as aj
 from asap_jax.fitting import gauss_newton as curvature
 from asap_jax.fitting import targets
-from asap_jax.records import Record
+from asap_jax.records import Record, problem
 
 LENGTH, LENGTHS = 6, [6, 4]
 FAMILIES = (aj.Moments(),)
@@ -80,7 +80,7 @@ def test_the_curvature_is_that_of_the_kl_objective(rng, x64):
     """H is the Hessian of the closed objective in the dual, at the teacher's own dual."""
     spec = aj.SinkhornSpec(4)
     record = record_of(rng, spec, None)
-    p = targets.problem(record)
+    p = problem(record)
     duals = aj.sinkhorn_duals(p.scores, spec=spec)
     objective = lambda f: aj.kl_objective(
         jnp.ones(1), f[..., None], duals.source, p.scores, jnp.zeros_like(f),

@@ -1,4 +1,4 @@
-"""Sinkhorn attention as `attention_fn` of stock linen attention: drop-in, recording, transforms."""
+"""Sinkhorn attention as `attention_fn` of stock linen attention: drop-in and recording."""
 
 import functools
 
@@ -10,134 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from linen_models import (
+    BATCH,
+    DEPTH,
+    FEATURES,
+    HEADS,
+    LENGTH,
+    SLICES,
+    SPEC,
+    STACKS,
+    Loop,
+    Scan,
+    attention,
+    compile_model,
+    data,
+    initial,
+    output,
+    project,
+    stacked,
+)
 
 import asap_jax as aj
-
-SPEC = aj.SinkhornSpec(num_steps=4)
-BATCH, LENGTH, FEATURES, HEADS, DEPTH, SLICES = 3, 6, 8, 2, 3, 3
-COLLECTIONS = {"asap": 0, "asap_capture": 0}
-CURE = r"variable_axes=.*'asap': 0, 'asap_capture': 0"
-
-
-def attention(attention_fn=None, **settings):
-    attention_fn = attention_fn or aj.linen.SinkhornAttention(SPEC)
-    return nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, **settings)
-
-
-def data(rng, count=3):
-    return [problems.normal(rng, BATCH, LENGTH, FEATURES) for _ in range(count)]
-
-
-def initial(rng, model, *inputs):
-    """Random variables of the model, with no zero among them, so that a forgotten bias shows."""
-    inputs = inputs or (jnp.ones((BATCH, LENGTH, FEATURES)),)
-    shapes = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), *inputs)
-    return jax.tree.map(lambda p: problems.normal(rng, *p.shape, size=0.4), shapes)
-
-
-def project(params, x):
-    """The head projections of stock attention, by hand."""
-
-    def dense(name, norm):
-        p = params[name]
-        y = jnp.einsum("bnf,fhd->bnhd", x, p["kernel"]) + p["bias"][None, None]
-        if norm in params:
-            y = nn.LayerNorm(use_bias=False).apply({"params": params[norm]}, y)
-        return y
-
-    return dense("query", "query_ln"), dense("key", "key_ln"), dense("value", "")
-
-
-def output(params, heads):
-    return jnp.einsum("bnhd,hdf->bnf", heads, params["kernel"]) + params["bias"][None, None]
-
-
-class Block(nn.Module):
-    """A residual attention layer in the calling convention of `nn.scan`."""
-
-    @nn.compact
-    def __call__(self, x, mask=None):
-        return x + attention(name="attention")(x, mask=mask), None
-
-
-class Loop(nn.Module):
-    """Layers one after another, each under its own name."""
-
-    block: type[nn.Module] = Block
-    depth: int = DEPTH
-
-    @nn.compact
-    def __call__(self, x, mask=None):
-        for i in range(self.depth):
-            x, _ = self.block(name=f"layer_{i}")(x, mask)
-        return x
-
-
-class Scan(nn.Module):
-    """The same layers under `nn.scan`, after `outside` layers that are not."""
-
-    axes: tuple = tuple(COLLECTIONS.items())
-    block: type[nn.Module] = Block
-    outside: int = 0
-
-    @nn.compact
-    def __call__(self, x, mask=None):
-        for i in range(self.outside):
-            x, _ = Block(name=f"layer_{i}")(x, mask)
-        layers = nn.scan(
-            self.block,
-            variable_axes={"params": 0, **dict(self.axes)},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=DEPTH,
-        )
-        return layers(name="layers")(x, mask)[0]
-
-
-class Ensemble(nn.Module):
-    """Layers side by side under `nn.vmap`, each with its own parameters."""
-
-    axes: tuple = tuple(COLLECTIONS.items())
-
-    @nn.compact
-    def __call__(self, x, mask=None):
-        layers = nn.vmap(
-            Block,
-            variable_axes={"params": 0, **dict(self.axes)},
-            split_rngs={"params": True},
-            in_axes=(0, None),
-        )
-        x = jnp.stack([x, 2 * x, 3 * x])
-        return layers(name="layers")(x, mask)[0].sum(0)
-
-
-class Unrolled(nn.Module):
-    """`Ensemble` without `nn.vmap`."""
-
-    @nn.compact
-    def __call__(self, x, mask=None):
-        outs = [Block(name=f"layer_{i}")((i + 1) * x, mask)[0] for i in range(DEPTH)]
-        return functools.reduce(jnp.add, outs)
-
-
-STACKS = {
-    "scan": (Scan(), Loop()),
-    "remat and scan": (Scan(block=nn.remat(Block, prevent_cse=False)), Loop()),
-    "vmap": (Ensemble(), Unrolled()),
-}
-
-
-def stacked(rng, kind):
-    """(stack, its variables, the same layers unrolled, their variables)."""
-    stack, loop = STACKS[kind]
-    params = initial(rng, stack)["params"]
-    layers = {f"layer_{i}": jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(3)}
-    return stack, {"params": params}, loop, {"params": layers}
-
-
-def compile_model(model, variables, batches, **settings):
-    return aj.linen.compile(model, variables, batches, num_slices=SLICES, **settings)
-
 
 # ------------------------------------------------------------------------------- a drop-in layer
 
@@ -383,133 +276,3 @@ def test_a_stack_records_layer_by_layer(rng, kind):
         arrays = lambda r: (r.query, r.key, r.value, r.mask)
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], arrays(together))
         chex.assert_trees_all_close(layer, arrays(single), atol=1e-5)
-
-
-def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng):
-    stack, stack_variables, loop, loop_variables = stacked(rng, "scan")
-    batches = data(rng)
-    together = compile_model(stack, stack_variables, batches)
-    single = compile_model(loop, loop_variables, batches)
-    path = "layers/SinkhornAttention_0"
-    assert list(together.states) == [path]
-    assert list(together.report.layers) == [f"{path}[{i}]" for i in range(DEPTH)]
-    for i, (layer, state) in enumerate(single.states.items()):
-        found = jax.tree.map(lambda leaf, i=i: leaf[i], together.states[path])
-        chex.assert_trees_all_close(found, state, rtol=1e-4, atol=1e-5)
-        for operator, row in single.report.layers[layer].rows.items():
-            figures = together.report.layers[f"{path}[{i}]"].rows[operator]
-            chex.assert_trees_all_close(figures, row, rtol=1e-3, atol=1e-5)
-    x = batches[0]
-    outs = jax.jit(stack.apply)(together.variables, x), jax.jit(loop.apply)(single.variables, x)
-    chex.assert_trees_all_close(*outs, atol=1e-4)
-    assert jnp.abs(outs[0] - stack.apply(stack_variables, x)).max() > 1e-3
-
-
-@pytest.mark.parametrize("block", [nn.remat(Block), nn.jit(Block)], ids=["remat", "jit"])
-def test_layers_inside_lifted_transforms_compile(rng, block):
-    batches = data(rng)
-    model, plain = Loop(block, depth=1), Loop(depth=1)
-    variables = initial(rng, plain)
-    result = compile_model(model, variables, batches)
-    expected = compile_model(plain, variables, batches)
-    assert list(result.states) == list(expected.states)
-    chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
-
-
-def test_a_jitted_layer_compiles_again(rng):
-    """The second time its trace comes from a cache."""
-    batches = data(rng)
-    model = Loop(nn.jit(Block), depth=1)
-    variables = initial(rng, model)
-    first, second = (compile_model(model, variables, batches) for _ in range(2))
-    chex.assert_trees_all_equal(second.states, first.states)
-
-
-# ------------------------------------------------------------------- traps that must not be silent
-
-
-class SharedAttribute(nn.Module):
-    """Two layers that were given one instance."""
-
-    @nn.compact
-    def __call__(self, x):
-        attention_fn = aj.linen.SinkhornAttention(SPEC)
-        for _ in range(2):
-            x = x + attention(attention_fn)(x)
-        return x
-
-
-class SharedLayer(nn.Module):
-    """One whole layer called twice."""
-
-    def setup(self):
-        self.attention = attention()
-
-    def __call__(self, x):
-        return self.attention(self.attention(x))
-
-
-@pytest.mark.parametrize("model", [SharedAttribute(), SharedLayer()], ids=["instance", "layer"])
-def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
-    batches = data(rng)
-    variables = initial(rng, model)
-    model.apply(variables, batches[0])
-    with pytest.raises(ValueError, match="Build one SinkhornAttention per layer") as error:
-        compile_model(model, variables, batches)
-    path = {SharedAttribute: "SinkhornAttention_0", SharedLayer: "attention/attention_fn"}
-    assert path[type(model)] in str(error.value)
-
-
-@pytest.mark.parametrize("axes", [{}, {"asap": 0}, {"asap_capture": 0}], ids=str)
-@pytest.mark.parametrize("make", [Scan, functools.partial(Scan, outside=1), Ensemble],
-                         ids=["scan", "scan after a plain layer", "vmap"])  # fmt: skip
-def test_a_transform_that_drops_a_collection_is_an_error_with_the_cure(rng, make, axes):
-    batches = data(rng)
-    model = make(axes=tuple(axes.items()))
-    variables = initial(rng, model)
-    with pytest.raises(ValueError, match=CURE) as error:
-        compile_model(model, variables, batches)
-    assert "'layers/SinkhornAttention_0'" in str(error.value)
-
-
-def test_the_cure_cures(rng):
-    batches = data(rng)
-    model = Scan(outside=1)
-    variables = initial(rng, model)
-    result = compile_model(model, variables, batches)
-    assert list(result.states) == ["layer_0/SinkhornAttention_0", "layers/SinkhornAttention_0"]
-
-
-def test_a_collection_scanned_over_another_axis_is_an_error(rng):
-    """With as many slices as layers, as here, the shapes would fit."""
-    batches = data(rng)
-    model = Scan(axes=(("asap", 1), ("asap_capture", 0)))
-    variables = initial(rng, model)
-    with pytest.raises(ValueError, match="asap"):
-        compile_model(model, variables, batches)
-
-
-def test_a_record_scanned_over_another_axis_is_an_error(rng):
-    """With as many examples as layers, as here, the shapes would fit."""
-    batches = data(rng)
-    model = Scan(axes=(("asap", 0), ("asap_capture", 1)))
-    variables = initial(rng, model)
-    with pytest.raises(ValueError, match="asap_capture"):
-        compile_model(model, variables, batches)
-
-
-def test_mapping_one_layer_over_examples_is_an_error_with_the_cure(rng):
-    """Records then have an axis of examples, which is no axis of layers."""
-
-    class OverExamples(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            axes = {"params": None, "asap": None, "asap_capture": 0}
-            block = nn.vmap(Block, variable_axes=axes, split_rngs={"params": False})
-            return block(name="block")(x)[0]
-
-    batches = data(rng)
-    model = OverExamples()
-    variables = initial(rng, model)
-    with pytest.raises(ValueError, match="variable_axes"):
-        compile_model(model, variables, batches)

@@ -1,4 +1,4 @@
-"""Sinkhorn attention as `attention_fn` of stock nnx attention: drop-in, recording, transforms."""
+"""Sinkhorn attention as `attention_fn` of stock nnx attention: drop-in and recording."""
 
 import functools
 import inspect
@@ -11,149 +11,28 @@ import numpy as np
 import problems
 import pytest
 from flax import nnx
+from nnx_models import (
+    BATCH,
+    DEPTH,
+    FEATURES,
+    HEADS,
+    LENGTH,
+    SLICES,
+    SPEC,
+    STACKS,
+    Capture,
+    State,
+    attention,
+    compile_model,
+    data,
+    output,
+    project,
+    record,
+    shake,
+    stacked,
+)
 
 import asap_jax as aj
-
-SPEC = aj.SinkhornSpec(num_steps=4)
-BATCH, LENGTH, FEATURES, HEADS, DEPTH, SLICES = 3, 6, 8, 2, 3, 3
-State, Capture = aj.nnx.AsapState, aj.nnx.AsapCapture
-
-
-def attention(attention_fn=None, *, seed=0, **settings):
-    attention_fn = attention_fn or aj.nnx.SinkhornAttention(SPEC)
-    settings = {"decode": False, "rngs": nnx.Rngs(seed), **settings}
-    return nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=attention_fn, **settings)
-
-
-def data(rng, count=3):
-    return [problems.normal(rng, BATCH, LENGTH, FEATURES) for _ in range(count)]
-
-
-def shake(rng, model):
-    """The model with no parameter left at zero, so that a forgotten bias shows."""
-    shaken = jax.tree.map(
-        lambda p: p + problems.normal(rng, *p.shape, size=0.3), nnx.state(model, nnx.Param)
-    )
-    nnx.update(model, shaken)
-    return model
-
-
-def project(layer, x):
-    """The head projections of stock attention, by hand."""
-
-    def dense(p, norm):
-        y = jnp.einsum("bnf,fhd->bnhd", x, p.kernel.get_value()) + p.bias.get_value()[None, None]
-        return y if norm is None else norm(y)
-
-    return (
-        dense(layer.query, layer.query_ln), dense(layer.key, layer.key_ln), dense(layer.value, None)
-    )  # fmt: skip
-
-
-def output(layer, heads):
-    kernel, bias = layer.out.kernel.get_value(), layer.out.bias.get_value()
-    return jnp.einsum("bnhd,hdf->bnf", heads, kernel) + bias[None, None]
-
-
-class Block(nnx.Module):
-    """A residual attention layer."""
-
-    def __init__(self, seed=0, **settings):
-        self.attention = attention(seed=seed, **settings)
-
-    def __call__(self, x, mask=None):
-        return x + self.attention(x, mask=mask)
-
-
-class Loop(nnx.Module):
-    """Layers one after another."""
-
-    def __init__(self, depth=DEPTH, **settings):
-        self.layers = nnx.List([Block(i, **settings) for i in range(depth)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Transformed(nnx.Module):
-    """One layer called inside `transform`."""
-
-    def __init__(self, transform):
-        self.layer = Block()
-        self.transform = transform
-
-    def __call__(self, x):
-        return self.transform(lambda layer, x: layer(x))(self.layer, x)
-
-
-def stack_layers(layers):
-    """The layers as one module whose variables have a leading axis."""
-    graph, _ = nnx.split(layers[0])
-    states = [nnx.split(layer)[1] for layer in layers]
-    return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
-
-
-class Scan(nnx.Module):
-    """The layers of a loop under `nnx.scan`, after one layer that is not if `outside`."""
-
-    def __init__(self, loop, axes=0, *, remat=False, outside=False):
-        self.layers = stack_layers(loop.layers)
-        self.axes, self.remat = axes, remat
-        self.first = Block(7) if outside else nnx.data(None)
-
-    def __call__(self, x):
-        if self.first is not None:
-            x = self.first(x)
-        body = lambda layer, x: layer(x)
-        body = nnx.remat(body) if self.remat else body
-        scan = nnx.scan(body, in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)
-        return scan(self.layers, x)
-
-
-class Ensemble(nnx.Module):
-    """The layers of a loop side by side under `nnx.vmap`."""
-
-    def __init__(self, loop):
-        self.layers = stack_layers(loop.layers)
-
-    def __call__(self, x):
-        x = jnp.stack([x, 2 * x, 3 * x])
-        return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, 0), out_axes=0)(self.layers, x).sum(
-            0
-        )
-
-
-class Unrolled(nnx.Module):
-    """`Ensemble` without `nnx.vmap`."""
-
-    def __init__(self, loop):
-        self.layers = nnx.List(loop.layers)
-
-    def __call__(self, x):
-        outs = [layer((i + 1) * x) for i, layer in enumerate(self.layers)]
-        return functools.reduce(jnp.add, outs)
-
-
-AXES = nnx.StateAxes({nnx.Param: 0, State: 0, Capture: 0, ...: None})
-STACKS = {
-    "scan": (Scan, lambda loop: loop),
-    "scan of named types": (functools.partial(Scan, axes=AXES), lambda loop: loop),
-    "remat and scan": (functools.partial(Scan, remat=True), lambda loop: loop),
-    "vmap": (Ensemble, Unrolled),
-}
-
-
-def record(model, x):
-    _, captured = nnx.capture(lambda model, x: model(x), Capture)(model, x)
-    flat = nnx.to_flat_state(captured)
-    return {"/".join(map(str, path[:-1])): leaf.get_value() for path, leaf in flat}
-
-
-def compile_model(model, batches, **settings):
-    return aj.nnx.compile(model, batches, num_slices=SLICES, **settings)
-
 
 # ------------------------------------------------------------------------------- a drop-in layer
 
@@ -330,12 +209,6 @@ def test_dropout_is_off_while_recording(rng):
     chex.assert_trees_all_close(out, attention()(x), atol=1e-6)
 
 
-def stacked(rng, kind):
-    loop = shake(rng, Loop())
-    make, unroll = STACKS[kind]
-    return make(loop), unroll(loop)
-
-
 @pytest.mark.parametrize("kind", STACKS)
 def test_a_stack_records_layer_by_layer(rng, kind):
     stack, loop = stacked(rng, kind)
@@ -346,247 +219,3 @@ def test_a_stack_records_layer_by_layer(rng, kind):
         arrays = lambda r: (r.query, r.key, r.value)
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], arrays(together))
         chex.assert_trees_all_close(layer, arrays(single), atol=1e-5)
-
-
-def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng):
-    stack, loop = stacked(rng, "scan")
-    batches = data(rng)
-    together, single = compile_model(stack, batches), compile_model(loop, batches)
-    path = "layers/attention/attention_fn"
-    assert list(together.states) == [path]
-    assert list(together.report.layers) == [f"{path}[{i}]" for i in range(DEPTH)]
-    for i, state in enumerate(single.states.values()):
-        found = jax.tree.map(lambda leaf, i=i: leaf[i], together.states[path])
-        chex.assert_trees_all_close(found, state, rtol=1e-4, atol=1e-5)
-    x = batches[0]
-    apply = nnx.jit(lambda model, x: model(x))
-    outs = apply(together.model, x), apply(single.model, x)
-    chex.assert_trees_all_close(*outs, atol=1e-4)
-    assert jnp.abs(outs[0] - stack(x)).max() > 1e-3
-
-
-@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
-def test_layers_inside_transforms_compile(rng, transform):
-    batches = data(rng)
-    result = compile_model(Transformed(transform), batches)
-    expected = compile_model(Transformed(lambda f: f), batches)
-    assert list(result.states) == ["layer/attention/attention_fn"]
-    chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
-
-
-class WithSequential(nnx.Module):
-    """A layer whose residual branch is an `nnx.Sequential`, which holds an `nnx.List`."""
-
-    def __init__(self, seed):
-        self.attention = attention(seed=seed)
-        linear = nnx.Linear(FEATURES, FEATURES, rngs=nnx.Rngs(seed))
-        self.mlp = nnx.Sequential(linear, nnx.relu)
-
-    def __call__(self, x):
-        x = x + self.attention(x)
-        return x + self.mlp(x)
-
-
-def test_a_scanned_block_may_hold_a_sequential(rng):
-    class Blocks(nnx.Module):
-        def __init__(self):
-            self.layers = nnx.List([WithSequential(i) for i in range(DEPTH)])
-
-    batches = data(rng)
-    result = compile_model(Scan(Blocks()), batches)
-    (state,) = result.states.values()
-    chex.assert_shape(state.predictor.coefficients, (DEPTH, SLICES))
-    chex.assert_tree_all_finite(state)
-
-
-def test_a_jitted_forward_compiles_again(rng):
-    """The second time its trace comes from a cache."""
-    batches = data(rng)
-    model = attention()
-    forward = nnx.jit(lambda model, batch: model(batch))
-    first, second = (compile_model(model, batches, forward=forward) for _ in range(2))
-    chex.assert_trees_all_equal(second.states, first.states)
-    chex.assert_trees_all_close(
-        first.states, compile_model(model, batches).states, rtol=1e-4, atol=1e-5
-    )
-
-
-# -------------------------------------------------------------------------------- the given model
-
-
-def test_compiling_leaves_the_model_as_it_was(rng):
-    batches = data(rng)
-    model = Loop(dropout_rate=0.5)
-    model.train()
-    before = jax.tree.map(jnp.array, nnx.split(model)[1])
-    graph = nnx.graphdef(model)
-    result = compile_model(model, batches)
-    assert nnx.graphdef(model) == graph
-    chex.assert_trees_all_equal(nnx.split(model)[1], before)
-    assert result.model is not model
-    assert [layer.attention.deterministic for layer in result.model.layers] == [False] * DEPTH
-    assert all(layer.attention.attention_fn.asap is None for layer in model.layers)
-
-
-def test_a_compiled_model_compiles_again_from_its_teacher(rng):
-    batches = data(rng)
-    first = compile_model(Loop(), batches)
-    again = compile_model(first.model, batches)
-    chex.assert_trees_all_equal(again.states, first.states)
-
-
-class Dropping(nnx.Module):
-    """Dropout before and inside the attention, on by default or by argument."""
-
-    def __init__(self, rate=0.5, deterministic=None):
-        self.dropout = nnx.Dropout(rate, rngs=nnx.Rngs(3))
-        self.attention = attention(dropout_rate=rate, deterministic=False)
-        self.argument = deterministic
-
-    def __call__(self, x):
-        x = self.dropout(x, deterministic=self.argument)
-        return self.attention(x, deterministic=self.argument)
-
-
-@pytest.mark.parametrize("argument", [None, False], ids=["by default", "by argument"])
-def test_dropout_is_off_while_calibrating(rng, argument):
-    batches = data(rng)
-    model = Dropping(deterministic=argument)
-    first = compile_model(model, batches)
-    model(batches[0])  # moves the rng on
-    chex.assert_trees_all_equal(compile_model(model, batches).states, first.states)
-    plain = compile_model(Dropping(rate=0.0), batches)
-    chex.assert_trees_all_close(first.states, plain.states, rtol=1e-4, atol=1e-5)
-
-
-class Configured(nnx.Module):
-    """Keeps its settings in plain, unhashable Python containers."""
-
-    def __init__(self):
-        self.settings = {"sow_weights": False}
-        self.attention = attention()
-
-    def __call__(self, x):
-        return self.attention(x, **self.settings)
-
-
-def test_a_model_may_hold_plain_containers(rng):
-    batches = data(rng)
-    states = compile_model(Configured(), batches).states
-    expected = compile_model(attention(), batches).states
-    chex.assert_trees_all_equal(states["attention/attention_fn"], expected["attention_fn"])
-
-
-class Counting(nnx.Module):
-    """Holds more than parameters: running statistics and a call counter."""
-
-    def __init__(self):
-        self.norm = nnx.BatchNorm(FEATURES, rngs=nnx.Rngs(0))
-        self.attention = attention()
-        self.calls = nnx.Variable(jnp.zeros(()))
-
-    def __call__(self, x):
-        self.calls[...] = self.calls[...] + 1
-        return self.attention(self.norm(x))
-
-
-def test_other_variables_of_the_model_are_kept(rng):
-    batches = data(rng)
-    model = Counting()
-    model(batches[0])
-    mean = jnp.array(model.norm.mean.get_value())
-    assert jnp.abs(mean).max() > 0
-    result = compile_model(model, batches)
-    for found in (model, result.model):
-        chex.assert_trees_all_equal(found.norm.mean.get_value(), mean)
-        assert float(found.calls.get_value()) == 1
-
-
-def test_a_compiled_model_trains_only_its_parameters(rng):
-    batches = data(rng)
-    model = compile_model(attention(), batches).model
-    grads = nnx.jit(nnx.grad(lambda m, x: jnp.square(m(x)).sum()))(model, batches[0])
-    chex.assert_tree_all_finite(grads)
-    assert set(grads) == {"query", "key", "value", "out"}
-    assert jnp.abs(grads["query"]["kernel"].get_value()).max() > 0
-
-
-def test_what_is_no_model_is_refused(rng):
-    with pytest.raises(TypeError, match=r"model must be an nnx\.Module, got function"):
-        aj.nnx.compile(lambda x: x, data(rng))
-    with pytest.raises(ValueError, match="no SinkhornAttention layer ran"):
-        aj.nnx.compile(nnx.Linear(FEATURES, FEATURES, rngs=nnx.Rngs(0)), data(rng))
-
-
-def test_layers_are_addressed_by_their_paths(rng):
-    batches = data(rng)
-    path = "layers/1/attention/attention_fn"
-    result = compile_model(Loop(), batches, layers=[path])
-    assert list(result.states) == list(result.report.layers) == [path]
-    compiled = [layer.attention.attention_fn.asap is not None for layer in result.model.layers]
-    assert compiled == [False, True, False]
-    with pytest.raises(ValueError, match=r"\['layers/1'\] are not in the model.*" + path):
-        compile_model(Loop(), batches, layers=["layers/1"])
-
-
-# ------------------------------------------------------------------- traps that must not be silent
-
-
-class SharedInstance(nnx.Module):
-    """Two layers that were given one instance."""
-
-    def __init__(self):
-        attention_fn = aj.nnx.SinkhornAttention(SPEC)
-        self.layers = nnx.List([attention(attention_fn, seed=i) for i in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-class SharedLayer(nnx.Module):
-    """One whole layer called twice."""
-
-    def __init__(self):
-        self.layer = Block()
-
-    def __call__(self, x):
-        return self.layer(self.layer(x))
-
-
-@pytest.mark.parametrize("model", [SharedInstance, SharedLayer])
-def test_sharing_one_instance_is_an_error_with_the_cure(rng, model):
-    batches = data(rng)
-    model = model()
-    model(batches[0])
-    with pytest.raises(ValueError, match="Build one SinkhornAttention per layer"):
-        compile_model(model, batches)
-
-
-@pytest.mark.parametrize("outside", [False, True], ids=["scan", "scan after a plain layer"])
-@pytest.mark.parametrize(
-    "types", [(), (State,), (Capture,)], ids=["neither", "AsapState", "AsapCapture"]
-)
-def test_a_scan_that_drops_a_variable_type_is_an_error_with_the_cure(rng, types, outside):
-    axes = nnx.StateAxes({nnx.Param: 0, **dict.fromkeys(types, 0), ...: None})
-    model = Scan(Loop(), axes, outside=outside)
-    batches = data(rng)
-    model(batches[0])
-    with pytest.raises(ValueError, match=r"AsapState.*AsapCapture") as error:
-        compile_model(model, batches)
-    assert "layers/attention/attention_fn" in str(error.value)
-
-
-def test_the_cure_cures(rng):
-    model = Scan(Loop(), AXES, outside=True)
-    result = compile_model(model, data(rng))
-    assert list(result.states) == [
-        "first/attention/attention_fn", "layers/attention/attention_fn"
-    ]  # fmt: skip
-
-
-def test_a_forward_that_runs_another_model_is_an_error(rng):
-    other = attention()
-    with pytest.raises(ValueError, match="no SinkhornAttention layer ran|forward"):
-        compile_model(attention(), data(rng), forward=lambda model, batch: other(batch))

@@ -139,7 +139,6 @@ from train.evaluation import compile_teacher
 from train.recipes.schema import Recipe
 from train.runtime import devices
 from train.training import loop
-from train.training.teacher import load_teacher
 
 jax.config.update("jax_num_cpu_devices", 1)
 folder, port, index = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
