@@ -38,7 +38,7 @@ bench: $(VENV)/.installed-test
 
 # No virtual environment: a machine with an accelerator brings its own JAX.
 gpu:
-	$(PYTHON) -m train.bench.gpu --out docs/results/bench
+	$(PYTHON) -m train bench gpu --out docs/results/bench
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .

@@ -107,10 +107,12 @@ def run_baseline(options: argparse.Namespace) -> None:
 
 def run_compile(options: argparse.Namespace) -> None:
     """Compiles a run's teacher, prints the report, saves the compiled layers."""
+    settings = fit_options.read(options)  # before anything is read that takes long
     _connect(options)
     trained, split = _open(options)
+    settings = dataclasses.replace(settings, seed=trained.seed)
     result = compile_teacher.compile_teacher(
-        trained, split.train, fit_options.read(options, trained.seed), num_images=options.images
+        trained, split.train, settings, num_images=options.images
     )
     if not devices.is_first():
         return

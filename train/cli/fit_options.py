@@ -62,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, type=kind, choices=choices, help=help_text)
 
 
-def read(arguments: argparse.Namespace, seed: int) -> aj.Options:
+def read(arguments: argparse.Namespace, seed: int = 0) -> aj.Options:
     """The options of a compile.
 
     Args:

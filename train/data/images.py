@@ -27,6 +27,7 @@ class Pixels:
     shift: int = 0
     flip: bool = False
     crop: bool = False
+    unit = "images"
 
     @property
     def dtype(self) -> type:
@@ -68,20 +69,9 @@ class Pixels:
         return images
 
     def load(
-        self, sources: dict[str, tuple[list[dict], tuple[str, ...]]], run: str | os.PathLike | None
-    ) -> dict[str, Examples]:
-        """The splits in memory.
-
-        Args:
-          sources: from a name to what ``train.data.tfds.read`` gave.
-          run: not used; texts keep their tokenizer there.
-        """
+        self, splits: dict[str, list[dict]], run: str | os.PathLike | None
+    ) -> dict[str, np.ndarray]:
+        """The images of each split, as ``Examples`` holds them; ``run`` is for texts."""
         del run
-        return {
-            split: Examples(
-                values=np.stack([resizing.resize(one["image"], self.shape[:2]) for one in read]),
-                labels=np.array([one["label"] for one in read], np.int32),
-                class_names=names,
-            )
-            for split, (read, names) in sources.items()
-        }
+        resize = lambda one: resizing.resize(one["image"], self.shape[:2])
+        return {name: np.stack([resize(one) for one in read]) for name, read in splits.items()}

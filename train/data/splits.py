@@ -4,6 +4,8 @@ import dataclasses
 import os
 import pathlib
 
+import numpy as np
+
 from train.data import tfds
 from train.data.examples import Examples
 from train.recipes.schema import Recipe
@@ -39,11 +41,19 @@ def load_data(
       UserError: the set is not there; the stored tokenizer does not fit.
     """
     folder = tfds.resolve(data_dir, packaged=recipe.packaged)
-    sources = {
-        key: tfds.read(recipe.dataset, name, folder)
-        for key, name in zip(("train", "test"), recipe.splits, strict=True)
+    splits = dict(zip(("train", "test"), recipe.splits, strict=True))
+    sources = {key: tfds.read(recipe.dataset, name, folder) for key, name in splits.items()}
+    values = recipe.inputs.load({key: read for key, (read, _) in sources.items()}, run)
+    examples = {
+        key: Examples(
+            values=values[key],
+            labels=np.array([one["label"] for one in read], np.int32),
+            class_names=names,
+            unit=recipe.inputs.unit,
+        )
+        for key, (read, names) in sources.items()
     }
-    return Split(**recipe.inputs.load(sources, run), data_dir=folder)
+    return Split(**examples, data_dir=folder)
 
 
 def announce(split: Split) -> None:

@@ -37,6 +37,7 @@ class Tokens:
     vocab_size: int
     length: int
     unknown: float = 0.0
+    unit = "texts"
 
     def __post_init__(self):
         if self.length < 1:
@@ -72,33 +73,25 @@ class Tokens:
         return " ".join(example[name].decode("utf-8", "replace") for name in self.features)
 
     def load(
-        self, sources: dict[str, tuple[list[dict], tuple[str, ...]]], run: str | os.PathLike | None
-    ) -> dict[str, Examples]:
-        """The splits in memory.
+        self, splits: dict[str, list[dict]], run: str | os.PathLike | None
+    ) -> dict[str, np.ndarray]:
+        """The tokens of each split, as ``Examples`` holds them.
 
         Args:
-          sources: from a name to what ``train.data.tfds.read`` gave; ``"train"`` must be there.
+          splits: examples as TFDS gives them; ``"train"`` must be there.
           run: the run folder that stores the tokenizer, or None.
 
         Raises:
           UserError: a feature is not in the data set; the stored tokenizer does not fit.
         """
-        for read, _ in sources.values():
+        for read in splits.values():
             if missing := [name for name in self.features if name not in read[0]]:
                 raise UserError(
                     f"the data set has no feature {missing[0]!r}, only {', '.join(read[0])}"
                 )
-        texts = {split: [self.join(one) for one in read] for split, (read, _) in sources.items()}
+        texts = {name: [self.join(one) for one in read] for name, read in splits.items()}
         tokenizer = tokenizer_for(texts["train"], self, run)
-        return {
-            split: Examples(
-                values=encode(tokenizer, texts[split], self.length),
-                labels=np.array([one["label"] for one in read], np.int32),
-                class_names=names,
-                unit="texts",
-            )
-            for split, (read, names) in sources.items()
-        }
+        return {name: encode(tokenizer, rows, self.length) for name, rows in texts.items()}
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:

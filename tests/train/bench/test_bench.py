@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import chex
 import jax
@@ -182,12 +181,11 @@ def test_the_accelerator_script_checks_every_path(tmp_path, monkeypatch, capsys)
         assert check.weights_error < 5e-6, check
         assert check.column_error < 1e-5, check
     monkeypatch.setattr(gpu, "checks", lambda: [gpu.Check("scaling", "default", 1e-6, 1e-7)])
-    given = ["gpu", "--out", str(tmp_path), "--lengths", "4", "--minutes", "0"]
-    monkeypatch.setattr(sys, "argv", given)
-    gpu.main()
+    gpu.run((4,), minutes=0.0, out=tmp_path)
     assert "not run, 0.0 minutes are over" in capsys.readouterr().out
     stored = json.loads((tmp_path / "gpu.json").read_text())
     assert "weights within 1.0e-06" in stored["facts"]["checks"]
+    assert stored["checks"][0]["column_error"] == 1e-7
 
 
 def test_projected_attention_is_attention_between_projections():

@@ -8,16 +8,17 @@ import sys
 import numpy as np
 import pytest
 
-from train.data import make_packaged, tfds
+from train.data import make_packaged, splits, tfds
 from train.data.examples import Batches
 from train.data.images import Pixels
+from train.recipes import catalogue
 from train.runtime import errors
 
 
 def load(split, folder=tfds.PACKAGED):
     """One split of Fashion-MNIST in memory."""
-    sources = {"it": tfds.read("fashion_mnist", split, folder)}
-    return Pixels((28, 28, 1), mean=(0.0,), std=(1.0,)).load(sources, None)["it"]
+    recipe = dataclasses.replace(catalogue.DEMO, splits=(split, split))
+    return splits.load_data(recipe, folder).train
 
 
 @pytest.mark.parametrize(("split", "per_class"), [("train", 200), ("test", 50)])
