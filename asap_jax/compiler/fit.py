@@ -170,10 +170,6 @@ class LayerFit(abc.ABC):
         """Fidelity of other choices on a record, layer by layer; None if there are none."""
         del record, timed
 
-    def check_finite(self, values: Any, record: Record, where: str) -> None:
-        """Raises ValueError unless all arrays of ``values`` are finite."""
-        check_finite(values, record, self.path, where)
-
 
 def check_finite(values: Any, record: Record, path: str, where: str) -> None:
     """Raises ValueError, naming batch and layer, unless all arrays of ``values`` are finite."""

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from asap_jax import checks
 from asap_jax.attention import functions
-from asap_jax.compiler.fit import Again, Fit, LayerFit, Solved
+from asap_jax.compiler.fit import Again, Fit, LayerFit, Solved, check_finite
 from asap_jax.features import FAMILIES, check_families, directions
 from asap_jax.fitting import kl_data, kl_search, targets
-from asap_jax.fitting.least_squares import RIDGE_SCALES, ROWS, NormalEquations, Regression
+from asap_jax.fitting.least_squares import NormalEquations, Regression
 from asap_jax.predictor.predictor import BASELINES, DualPair, LinearHead, Predictor
 from asap_jax.records import Record, unstack
 from asap_jax.spec import PADDINGS
@@ -81,8 +81,7 @@ class PaperFit(Fit):
         set_field = lambda name, value: object.__setattr__(self, name, value)
         checks.one_of("objective", self.objective, OBJECTIVES)
         checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
-        checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
-        checks.one_of("rows", self.rows, ROWS)
+        _ = self.regression  # which checks its settings
         if self.padding is not None:
             checks.one_of("padding", self.padding, PADDINGS)
         checks.one_of("weighting", self.weighting, WEIGHTINGS)
@@ -94,7 +93,6 @@ class PaperFit(Fit):
         checks.static_bool("in_memory", self.in_memory)
         checks.static_bool("token_bias", self.token_bias)
         checks.positive_int("num_slices", self.num_slices)
-        set_field("ridge", checks.non_negative_float("ridge", self.ridge))
         if not isinstance(self.features, str):
             set_field("features", checks.items("features", self.features))
         if not self.features:
@@ -125,6 +123,12 @@ class PaperFit(Fit):
                     f"objective='kl' fits the source dual through one key closure, layer by "
                     f"layer: {name} must be one of {allowed}, got {getattr(self, name)!r}"
                 )
+
+    @property
+    def regression(self) -> Regression:
+        """What all its least-squares fits share."""
+        per_head = self.coefficients == "per_head"
+        return Regression(self.rows, per_head, self.ridge, self.ridge_scale)
 
     @property
     def families(self) -> tuple[Any, ...]:
@@ -185,8 +189,6 @@ class PaperLayerFit(LayerFit):
     def __init__(self, path: str, record: Record, fit: PaperFit, *settings: Any):
         super().__init__(path, record, fit, *settings)
         closures = self.closures
-        per_head = fit.coefficients == "per_head"
-        self.regression = Regression(fit.rows, per_head, fit.ridge, fit.ridge_scale)
         self.targets: tuple[str | int, ...] = (closures,)
         if isinstance(closures, str):
             self.targets = ("final_query", "final_key") if closures == "none" else ("source",)
@@ -215,7 +217,7 @@ class PaperLayerFit(LayerFit):
             targets.layer_sums(record, self.families, target=target, **settings)
             for target in self.targets
         ]
-        self.check_finite(new, record, where)
+        check_finite(new, record, self.path, where)
         if self.sums and self.sums[0].moment.shape != new[0].moment.shape:
             raise ValueError(
                 f"{where} has queries of shape {record.query.shape} at layer {self.path!r}: "
@@ -247,7 +249,7 @@ class PaperLayerFit(LayerFit):
         """The predictor of layer ``index``, a DualPair for closures ``"none"``, and figures."""
         heads, figures = [], {}
         for sums in self.shared or [self.layer(sums, index) for sums in self.sums]:
-            sums, coefficients, new = self.regression.solve(sums)
+            sums, coefficients, new = self.fit.regression.solve(sums)
             figures = figures or new
             if self.fit.objective == "kl":
                 result = self._kl(index, sums)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from asap_jax import checks
-from asap_jax.compiler.fit import Fit, LayerFit
+from asap_jax.compiler.fit import Fit, LayerFit, check_finite
 from asap_jax.features import Moments, check_families
 from asap_jax.fitting import fidelity, finetune, stages, targets
-from asap_jax.fitting.least_squares import RIDGE_SCALES, ROWS, NormalEquations, Regression
+from asap_jax.fitting.least_squares import NormalEquations, Regression
 from asap_jax.predictor.predictor import Predictor
 from asap_jax.records import Record, unstack
 from asap_jax.spec import PADDINGS
@@ -69,12 +69,10 @@ class Candidate(Fit):
             raise ValueError("features must hold a feature family, got ()")
         checks.positive_int("num_centres", self.num_centres)
         checks.static_bool("chain", self.chain)
-        checks.one_of("rows", self.rows, ROWS)
         if self.padding is not None:
             checks.one_of("padding", self.padding, PADDINGS)
         checks.one_of("coefficients", self.coefficients, ("per_head", "pooled"))
-        checks.non_negative_float("ridge", self.ridge)
-        checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
+        _ = self.regression  # which checks its settings
         if self.damping is not None and checks.non_negative_float("damping", self.damping) > 1:
             raise ValueError(f"damping must be in [0, 1] or None, got {self.damping!r}")
 
@@ -209,7 +207,7 @@ class SumsFit(LayerFit):
             rows=self.fit.rows,
             damping=self.fit.damping if self.closures == 1 else None,
         )
-        self.check_finite(new, record, where)
+        check_finite(new, record, self.path, where)
         self.sums = new if self.sums is None else self.sums + new
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
@@ -234,7 +232,7 @@ class RecordsFit(LayerFit):
     def _add(self, record: Record, where: str) -> None:
         """Holds one batch, unless it has no active token."""
         mass = fidelity.layer_balance(record)
-        self.check_finite(mass, record, where)
+        check_finite(mass, record, self.path, where)
         if (np.asarray(mass) > 0).all():
             self.records.append(unstack(record))
 
