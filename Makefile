@@ -2,7 +2,7 @@
 #
 #   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
 #   make test   run the whole test suite in two processes (PYTEST_ARGS="-k masks" for other options)
-#   make bench  measure speed and memory and write the tables in docs/bench (13 minutes)
+#   make bench  measure speed and memory and write the tables in docs/results/bench (13 minutes)
 #   make gpu    check and measure on an accelerator, with whatever Python already has JAX
 #   make lint   check style and formatting
 #   make clean  remove the virtual environment
@@ -28,17 +28,17 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-test
-	$(BIN)/python -m train bench layer --out docs/bench
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m train bench layer --out docs/bench/huge_pages
-	$(BIN)/python -m train bench features --out docs/bench
-	$(BIN)/python -m train bench floor --out docs/bench
-	$(BIN)/python -m train bench trace --out docs/bench
-	$(BIN)/python -m train bench teacher --out docs/bench
-	$(BIN)/python -m train bench memory --out docs/bench
+	$(BIN)/python -m train bench layer --out docs/results/bench
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m train bench layer --out docs/results/bench/huge_pages
+	$(BIN)/python -m train bench features --out docs/results/bench
+	$(BIN)/python -m train bench floor --out docs/results/bench
+	$(BIN)/python -m train bench trace --out docs/results/bench
+	$(BIN)/python -m train bench teacher --out docs/results/bench
+	$(BIN)/python -m train bench memory --out docs/results/bench
 
 # No virtual environment: a machine with an accelerator brings its own JAX.
 gpu:
-	$(PYTHON) -m train.bench.gpu --out docs/bench
+	$(PYTHON) -m train bench gpu --out docs/results/bench
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .

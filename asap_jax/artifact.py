@@ -47,7 +47,7 @@ _TYPES = {
 }
 
 
-def save(path, result: CompileResult) -> None:
+def save(path: str | os.PathLike, result: CompileResult) -> None:
     """Writes a compiled model's states to one file, atomically.
 
     Args:
@@ -77,7 +77,7 @@ def save(path, result: CompileResult) -> None:
     _write(name, buffer.getbuffer())
 
 
-def load(path, *, like):
+def load(path: str | os.PathLike, *, like: Any) -> Any:
     """Reads a compiled model back onto its teacher.
 
     Args:
@@ -113,7 +113,7 @@ def load(path, *, like):
     return {**others, aj_linen.STATE: aj_linen.state_tree(states)}
 
 
-def fingerprint(teacher) -> dict[str, list]:
+def fingerprint(teacher: Any) -> dict[str, list]:
     """Parameter path to ``[shape, dtype, sha256 of its bytes]``.
 
     ``teacher``: linen variables (their ``"params"``) or an nnx model (its ``nnx.Param``).

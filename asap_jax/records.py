@@ -57,7 +57,15 @@ class Record:
     ndim: int = flax.struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, query, key, value, bias, mask, spec) -> Record:
+    def of(
+        cls,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None,
+        mask: jax.Array | None,
+        spec: SinkhornSpec,
+    ) -> Record:
         """Records one call as it was made."""
         return cls(query, key, value, bias, mask, stack_mark(()), spec=spec, ndim=query.ndim)
 

@@ -8,9 +8,12 @@ eps times the forward plan KL: the digits that matter survive in float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from asap_jax import checks, masks
 from asap_jax.predictor import LinearHead
@@ -18,7 +21,7 @@ from asap_jax.solvers import ctransform
 from asap_jax.spec import KEY_MASSES
 
 
-def key_masses(key_mass: str, mask: jax.Array | None, shape: tuple, dtype) -> jax.Array:
+def key_masses(key_mass: str, mask: jax.Array | None, shape: tuple, dtype: Any) -> jax.Array:
     """Key masses nu in plan units, broadcasting to ``(..., M)``; 0 at inactive keys.
 
     ``"balanced"``: 1 / active keys; ``"unit"``: 1 / N on active keys, N the query slots.
@@ -34,7 +37,9 @@ def key_masses(key_mass: str, mask: jax.Array | None, shape: tuple, dtype) -> ja
     return active / jnp.maximum(active.sum(-1, keepdims=True), jnp.ones((), dtype))
 
 
-def plan_excess(dual, target, kernel, nu, epsilon: float) -> jax.Array:
+def plan_excess(
+    dual: jax.Array, target: jax.Array, kernel: jax.Array, nu: jax.Array, epsilon: float
+) -> jax.Array:
     """``eps KL(P || P_hat)`` of key-closed plans, summed over all leading axes.
 
     Equals ``F(dual) - <r, dual>`` less its value at ``target`` (paper, eq. asap_kl_scalar).
@@ -61,16 +66,16 @@ def plan_excess(dual, target, kernel, nu, epsilon: float) -> jax.Array:
 
 
 def kl_objective(
-    coefficients,
-    features,
-    targets,
-    scores,
-    shift,
+    coefficients: ArrayLike,
+    features: ArrayLike,
+    targets: ArrayLike,
+    scores: ArrayLike,
+    shift: ArrayLike,
     *,
     epsilon: float = 1.0,
     ridge: float = 1e-3,
     key_mass: str = "balanced",
-    mask=None,
+    mask: ArrayLike | None = None,
 ) -> jax.Array:
     """The paper's J_KL in plan units, relative to the teacher's dual (a constant apart).
 
@@ -106,13 +111,22 @@ class Block:
     nu: jax.Array
 
 
-def excess(w, block: Block, epsilon: float) -> jax.Array:
+def excess(w: jax.Array, block: Block, epsilon: float) -> jax.Array:
     """J of one microbatch relative to the teacher's dual, without the ridge."""
     dual = LinearHead(w)(block.features)
     return plan_excess(dual, block.target, block.kernel, block.nu, epsilon)
 
 
-def make_block(features, target, scores, shift, mask, *, epsilon: float, key_mass: str) -> Block:
+def make_block(
+    features: jax.Array,
+    target: jax.Array,
+    scores: jax.Array,
+    shift: jax.Array,
+    mask: ArrayLike | None,
+    *,
+    epsilon: float,
+    key_mass: str,
+) -> Block:
     """The Block of one microbatch; arguments as ``kl_objective``."""
     mask = masks.as_mask(mask, scores.shape)
     kernel = ctransform.log_kernel(scores - shift[..., :, None], epsilon, mask)
@@ -123,7 +137,7 @@ def make_block(features, target, scores, shift, mask, *, epsilon: float, key_mas
     return Block(features, target, kernel, nu)
 
 
-def hessian(w, block: Block, epsilon: float):
+def hessian(w: jax.Array, block: Block, epsilon: float) -> tuple[jax.Array, jax.Array]:
     """J's Hessian in omega without the ridge (paper, the KL Hessian), ``(F, F)`` or a head each.
 
     ``(1 / eps) sum_j nu_j cov_j(x)``: the covariance of the features under column j of the plan.
@@ -150,7 +164,9 @@ def _gram(x: jax.Array, weights: jax.Array, ndim: int) -> jax.Array:
     return jnp.einsum("...nf,...ng->...fg", weights * rows, rows, precision=exact)
 
 
-def arguments(features, targets, scores, shift) -> tuple[jax.Array, ...]:
+def arguments(
+    features: ArrayLike, targets: ArrayLike, scores: ArrayLike, shift: ArrayLike
+) -> tuple[jax.Array, ...]:
     """The four arrays of J in one accumulation dtype; errors as ``kl_objective``."""
     x, y = checks.real_array("features", features), checks.real_array("targets", targets)
     s, shift = checks.real_array("scores", scores), checks.real_array("shift", shift)

@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from asap_jax import checks, masks
 from asap_jax.fitting import kl_objective, lbfgs
@@ -46,15 +47,15 @@ class KLFit:
 
 
 def fit_kl(
-    features: Any,
-    targets: Any,
-    scores: Any,
-    shift: Any,
+    features: ArrayLike,
+    targets: ArrayLike,
+    scores: ArrayLike,
+    shift: ArrayLike,
     *,
     epsilon: float = 1.0,
     ridge: float = 1e-3,
     key_mass: str = "balanced",
-    mask: Any = None,
+    mask: ArrayLike | None = None,
 ) -> KLFit:
     """Minimises ``kl_objective`` over one coefficient vector, all leading axes pooled.
 

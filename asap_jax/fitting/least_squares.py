@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from asap_jax import checks
 
@@ -49,7 +52,7 @@ class NormalEquations:
 
     @classmethod
     def zero(
-        cls, num_features: int, *, num_heads: int | None = None, dtype=jnp.float32
+        cls, num_features: int, *, num_heads: int | None = None, dtype: Any = jnp.float32
     ) -> NormalEquations:
         """Empty sums for F features, with a leading axis of heads when ``num_heads`` is given."""
         lead = () if num_heads is None else (checks.positive_int("num_heads", num_heads),)
@@ -62,7 +65,9 @@ class NormalEquations:
             jnp.zeros(lead, dtype),
         )
 
-    def add(self, features, targets, valid=None) -> NormalEquations:
+    def add(
+        self, features: ArrayLike, targets: ArrayLike, valid: ArrayLike | None = None
+    ) -> NormalEquations:
         """Adds rows ``features (..., N, F)``, ``targets (..., N)``.
 
         ``valid`` (bool, broadcasting to the targets) drops rows, whatever they hold. With a
@@ -110,7 +115,13 @@ class NormalEquations:
         """The sums over heads, for one coefficient vector a layer."""
         return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
 
-    def add_weighted(self, features, targets, weigh, valid=None) -> NormalEquations:
+    def add_weighted(
+        self,
+        features: ArrayLike,
+        targets: ArrayLike,
+        weigh: Callable[[jax.Array], jax.Array],
+        valid: ArrayLike | None = None,
+    ) -> NormalEquations:
         """Adds ``X'HX``, ``X'Hy`` and ``y'Hy`` for a symmetric H >= 0 over the tokens.
 
         Args:
@@ -145,7 +156,7 @@ class NormalEquations:
         values, vectors = jnp.linalg.eigh(system)
         return vectors / size[..., None] / jnp.sqrt(jnp.maximum(values, floor))[..., None, :]
 
-    def solve(self, ridge=1e-3, ridge_scale: str = "absolute") -> LeastSquaresFit:
+    def solve(self, ridge: float = 1e-3, ridge_scale: str = "absolute") -> LeastSquaresFit:
         """The minimiser of ``|X w - y|^2 + ridge w'Dw`` (no intercept).
 
         Args:
@@ -255,7 +266,13 @@ def _pseudo_solve(matrix, rhs):
     return jnp.einsum("...fe,...e->...f", vectors, rotated, precision=_EXACT)
 
 
-def fit_ls(features, targets, *, ridge=1e-3, valid=None) -> LeastSquaresFit:
+def fit_ls(
+    features: ArrayLike,
+    targets: ArrayLike,
+    *,
+    ridge: float = 1e-3,
+    valid: ArrayLike | None = None,
+) -> LeastSquaresFit:
     """Pooled ridge least squares of a dual on features (paper, eq. asap_ls).
 
     Args:

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 
 import asap_jax as aj
-from train.data import images
+from train.data import splits, tfds
+from train.models.vit import ViTSizes
 from train.recipes import catalogue
+from train.training import loop
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +16,7 @@ def tiny():
     """The demo recipe with fewer, smaller everything; still 2 layers and a real Sinkhorn loop."""
     return dataclasses.replace(
         catalogue.DEMO,
-        model=catalogue.ViT(patch_size=7, width=16, depth=2, num_heads=2, head_dim=8, mlp_dim=16),
+        model=ViTSizes(patch_size=7, width=16, depth=2, num_heads=2, head_dim=8, mlp_dim=16),
         spec=aj.SinkhornSpec(num_steps=6),
         epochs=2,
         batch_size=20,
@@ -32,12 +34,24 @@ def minute(tiny):
 
 
 @pytest.fixture(scope="session")
-def examples():
-    """200 packaged training images."""
-    return images.load("fashion_mnist", "train[:200]", images.PACKAGED)
+def split():
+    """All packaged images."""
+    return splits.load_data(catalogue.DEMO, tfds.PACKAGED)
 
 
 @pytest.fixture(scope="session")
-def test_examples():
+def examples(split):
+    """200 packaged training images."""
+    return split.train.take(slice(200))
+
+
+@pytest.fixture(scope="session")
+def test_examples(split):
     """60 packaged test images."""
-    return images.load("fashion_mnist", "test[:60]", images.PACKAGED)
+    return split.test.take(slice(60))
+
+
+@pytest.fixture(scope="session")
+def trained(tiny, examples, tmp_path_factory):
+    """A teacher of the recipe ``tiny``, trained once for all tests that only read it."""
+    return loop.train(tiny, examples, tmp_path_factory.mktemp("run"))

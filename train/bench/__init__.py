@@ -1,21 +1,19 @@
 """Benchmarks: speed and memory live here and never in tests."""
 
-import inspect
-
 from train.bench import (
+    device_losses,
     esp_resources,
     features,
     floor,
+    gpu,
     imports,
     layer,
-    loop,
     memory_gradient,
     memory_tiles,
-    parallel,
     peers,
     trace,
+    training_loop,
 )
-from train.runtime.errors import UserError
 
 BENCHES = {
     "layer": (layer.run, "softmax, Sinkhorn budgets and compiled layers at growing lengths"),
@@ -29,25 +27,9 @@ BENCHES = {
         esp_resources.run,
         "train steps of ESP attention beside Sinkhorn (the paper's table shape)",
     ),
-    "parallel": (parallel.run, "losses on one device, sharded and under pmap, side by side"),
-    "loop": (loop.run, "the training loop against the bare step, and its share of input"),
+    "gpu": (gpu.run, "every path checked against float64 on an accelerator, and timed"),
+    "parallel": (device_losses.run, "losses on one device, sharded and under pmap, side by side"),
+    "loop": (training_loop.run, "the training loop against the bare step, and its share of input"),
     "import": (imports.run, "seconds that `import asap_jax` adds"),
 }
 """From a name to the function that runs it and what it measures."""
-
-
-def run(name: str, **settings) -> None:
-    """Runs one benchmark.
-
-    Args:
-      name: a key of ``BENCHES``.
-      settings: ``lengths``, ``shapes`` and ``out``, for those benchmarks that take them.
-
-    Raises:
-      UserError: a setting that this benchmark does not take.
-    """
-    function, _ = BENCHES[name]
-    for setting in settings:
-        if setting not in inspect.signature(function).parameters:
-            raise UserError(f"bench {name} takes no --{setting}")
-    function(**settings)

@@ -6,17 +6,19 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterable
 
+import jax
 import jax.numpy as jnp
 
 import asap_jax as aj
 from train.bench import layer
-from train.bench.measure import DENSE, Row, measure, tell
-from train.runtime import machine
+from train.bench.measure import DENSE, SHAPE_FACT, Row, measure, report, sweep_shape
 
 LENGTHS = (128, 512, 1024, 2048)
 
 
-def prediction(predictor: aj.Predictor, query, key, value):
+def prediction(
+    predictor: aj.Predictor, query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
     """The predicted dual ``(batch, heads, N)`` from one layer's tokens in Flax's layout."""
     del value
     return aj.predict(predictor, jnp.swapaxes(query, 1, 2), jnp.swapaxes(key, 1, 2))
@@ -36,15 +38,14 @@ def run(
     lengths: Iterable[int] = LENGTHS, *, rounds: int = 20, out: pathlib.Path | None = None
 ) -> list[Row]:
     """Prints the table and writes ``features.json`` and ``features.md`` into ``out``."""
-    batch, heads, width = layer.SHAPE
     rows = []
     for length in lengths:
-        shape = (batch, length, heads, width)
-        rows += measure(f"N={length}", shape, rows_of(width), rounds=rounds)
-    facts = {
-        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
-        "time": f"median and quartiles of {rounds} interleaved calls; ratio to the fastest dense "
-        "softmax attention",
-        **machine.facts(),
-    }
-    return tell(out, "features", "Predicting a dual", rows, facts)
+        shape = sweep_shape(length)
+        rows += measure(f"N={length}", shape, rows_of(shape[-1]), rounds=rounds)
+    time = (
+        f"median and quartiles of {rounds} interleaved calls; ratio to the fastest dense "
+        f"softmax attention"
+    )
+    facts = {**SHAPE_FACT, "time": time}
+    report("Predicting a dual", rows, facts).print_and_write(out, "features")
+    return rows

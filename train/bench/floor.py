@@ -11,16 +11,16 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterable
 
+import jax
 import jax.numpy as jnp
 
 from asap_jax.solvers import batching
 from train.bench import features, layer
-from train.bench.measure import Row, measure, tell
-from train.runtime import machine
+from train.bench.measure import SHAPE_FACT, Row, measure, report, sweep_shape
 
 LENGTHS = (512, 1000, 2000)
 PRODUCTS = "two products"
-KEPT = (
+COMPARED = (
     "softmax, softmax_attention",
     "ASAP n=1, closures alone",
     "ASAP n=1, moments",
@@ -32,7 +32,7 @@ KEPT = (
 )
 
 
-def products(of_scores: Callable, query, key, value):
+def products(of_scores: Callable, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """``of_scores(query key') value``, a few heads at a time, in Flax's layout."""
     q, k, v = (jnp.swapaxes(x, -2, -3) for x in (query, key, value))
     lead = q.shape[:-2]
@@ -51,7 +51,7 @@ def rows_of(head_dim: int) -> dict[str, Callable]:
     rows = {
         PRODUCTS: functools.partial(products, lambda scores: scores),
         "two products, exponentials": functools.partial(products, lambda s: jnp.exp(s / 8)),
-        **{name: methods[name] for name in KEPT},
+        **{name: methods[name] for name in COMPARED},
     }
     predictor = layer.predictors(head_dim)["moments"]
     return rows | {"prediction, moments": functools.partial(features.prediction, predictor)}
@@ -61,14 +61,11 @@ def run(
     lengths: Iterable[int] = LENGTHS, *, rounds: int = 20, out: pathlib.Path | None = None
 ) -> list[Row]:
     """Prints the table and writes ``floor.json`` and ``floor.md`` into ``out``."""
-    batch, heads, width = layer.SHAPE
     rows = []
     for length in lengths:
-        shape = (batch, length, heads, width)
-        rows += measure(f"N={length}", shape, rows_of(width), rounds=rounds, base=(PRODUCTS,))
-    facts = {
-        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
-        "time": f"median and quartiles of {rounds} interleaved calls; ratio to the two products",
-        **machine.facts(),
-    }
-    return tell(out, "floor", "Where a layer's time goes", rows, facts)
+        shape = sweep_shape(length)
+        rows += measure(f"N={length}", shape, rows_of(shape[-1]), rounds=rounds, base=(PRODUCTS,))
+    time = f"median and quartiles of {rounds} interleaved calls; ratio to the two products"
+    facts = {**SHAPE_FACT, "time": time}
+    report("Where a layer's time goes", rows, facts).print_and_write(out, "floor")
+    return rows

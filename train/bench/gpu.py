@@ -1,17 +1,15 @@
-"""One script for an accelerator: is every path right there, and how fast is it.
+"""One script for an accelerator: checks every path there and times it.
 
 Needs JAX, Flax, optax and chex only, and downloads nothing: ``make gpu``.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,8 @@ import numpy as np
 
 import asap_jax as aj
 from train.bench import layer
-from train.bench.measure import measure, table, write
+from train.bench.measure import Row, measure, sweep_shape, table
+from train.reporting.table import Report
 from train.runtime import machine
 
 SWEEP = (128, 500, 1000, 2000, 4000)
@@ -38,7 +37,7 @@ class Check:
     column_error: float
 
 
-def reference(query, key, num_steps: int) -> np.ndarray:
+def reference(query: jax.Array, key: jax.Array, num_steps: int) -> np.ndarray:
     """Sinkhorn weights ``(heads, N, N)`` of one example in float64 (paper, eq. sinkhorn)."""
     q, k = (np.asarray(x, np.float64).transpose(1, 0, 2) for x in (query, key))
     s = q @ k.transpose(0, 2, 1) / q.shape[-1] ** 0.5
@@ -88,45 +87,45 @@ def projected(function: Callable, shape: tuple[int, int, int, int]) -> Callable:
     return attend
 
 
-def main() -> None:
-    """Prints checks and tables and writes ``gpu.json`` and ``gpu.md``."""
-    parser = argparse.ArgumentParser(prog="python -m train.bench.gpu", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/bench"))
-    parser.add_argument("--lengths", type=int, nargs="+", default=SWEEP, metavar="N")
-    parser.add_argument("--minutes", type=float, default=6.0, help="start no row after this long")
-    options = parser.parse_args()
+def run(
+    lengths: Iterable[int] = SWEEP, *, minutes: float = 6.0, out: pathlib.Path | None = None
+) -> list[Row]:
+    """Prints checks and tables and writes ``gpu.json`` and ``gpu.md`` into ``out``.
+
+    Args:
+      lengths: of the sweep.
+      minutes: after this long no further shape is started.
+      out: folder to write to; None writes nothing.
+    """
     began = time.perf_counter()
-    some = checks()
-    for check in some:
+    checked = checks()
+    for check in checked:
         print(check, flush=True)
     rows = []
-    shapes = {f"N={n}": (1, n, 8, 64) for n in options.lengths}
-    shapes |= {"imdb": layer.NAMED["imdb"]} | {f"fused N={n}": (1, n, 8, 64) for n in FUSED}
+    shapes = {f"N={n}": sweep_shape(n) for n in lengths} | {"imdb": layer.NAMED["imdb"]}
+    shapes |= {f"fused N={n}": sweep_shape(n) for n in FUSED}
     for name, shape in shapes.items():
-        if time.perf_counter() - began > 60 * options.minutes:
-            print(f"{name}: not run, {options.minutes} minutes are over")
+        if time.perf_counter() - began > 60 * minutes:
+            print(f"{name}: not run, {minutes} minutes are over")
             continue
         methods = {
             row: projected(function, shape) for row, function in layer.methods(shape[-1]).items()
         }
-        batch, length, *_ = shape
-        rows += measure(name, (batch, length, WIDTH), methods, rounds=10, num_inputs=1)
-        print(table([row for row in rows if row.shape == name]), flush=True)
+        measured = measure(name, (*shape[:2], WIDTH), methods, rounds=10, num_inputs=1)
+        print(table(measured).markdown(), flush=True)
+        rows += measured
     facts = {
         "checks": "; ".join(
             f"{c.name} at {c.precision} precision: weights within {c.weights_error:.1e}, "
             f"column sums within {c.column_error:.1e}"
-            for c in some
+            for c in checked
         ),
         "time": "median of 10 interleaved calls; ratio to the fastest dense softmax form",
         **machine.facts(),
-        "command": "make gpu",
     }
-    write(options.out, "gpu", "On an accelerator", rows, facts)
-    (options.out / "gpu-checks.json").write_text(
-        json.dumps([dataclasses.asdict(c) for c in some], indent=1) + "\n"
-    )
-
-
-if __name__ == "__main__":
-    main()
+    values = {"rows": rows, "checks": checked}
+    report = Report("On an accelerator", [table(rows)], facts, values)
+    print(report.facts_text())
+    if out is not None:
+        report.write(out, "gpu")
+    return rows

@@ -26,4 +26,4 @@ def run(rounds: int = 5) -> None:
         f"import asap_jax adds {statistics.median(values):.2f} s to importing {NEIGHBOURS} "
         f"(median of {rounds}, {min(values):.2f} to {max(values):.2f})"
     )
-    print("; ".join(f"{name}: {value}" for name, value in machine.facts().items()))
+    print(machine.line())

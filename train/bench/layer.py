@@ -17,27 +17,25 @@ import jax
 import jax.numpy as jnp
 
 import asap_jax as aj
-from train.bench import plot
-from train.bench.measure import DENSE, Row, measure, table, write
-from train.runtime import machine
+from train.bench import layer_plot
+from train.bench.measure import DENSE, SHAPE_FACT, Row, measure, report, sweep_shape, table
 
 LENGTHS = (128, 512, 1000, 2000)
-SHAPE = (1, 8, 64)  # batch, heads, head_dim of a sweep over lengths
 NAMED = {"text": (32, 128, 8, 32), "vit": (64, 197, 8, 64), "imdb": (32, 512, 8, 32)}
 """Layers of the paper's experiments: batch, length, heads, head_dim."""
 NAMED_ROUNDS = 3
 SHARP = 512, 12.0  # length, standard deviation of the scores
 SLICES = 32
-ESP_LENGTH = 128  # up to which the ESP rows run; `bench esp-resources` goes on
+ESP_LENGTH = 128  # up to which the ESP rows run; `bench esp-resources` has longer ones
 
 
-def softmax_plain(query, key, value):
+def softmax_plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Softmax attention as one writes it."""
     scores = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
     return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores, -1), value)
 
 
-def softmax_late(query, key, value):
+def softmax_late(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Softmax attention that divides after the product with the values."""
     scores = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
     mass = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
@@ -117,35 +115,34 @@ def run(
       rounds: timed calls of each row of the sweep; the named shapes take ``NAMED_ROUNDS``.
       out: folder for ``layer.json``, ``layer.md`` and ``layer.png``; None writes nothing.
     """
-    batch, heads, width = SHAPE
     rows = []
 
     def add(name, shape, rounds, sharpness=1.0):
-        some = measure(
+        measured = measure(
             name, shape, methods(shape[-1], shape[1]), rounds=rounds, sharpness=sharpness
         )
-        rows.extend(some)
-        print(table(some), flush=True)
+        rows.extend(measured)
+        print(table(measured).markdown(), flush=True)
 
     for length in lengths:
-        add(f"N={length}", (batch, length, heads, width), rounds)
+        add(f"N={length}", sweep_shape(length), rounds)
     for name in shapes:
         if name == "sharp":
             length, spread = SHARP
-            add(f"N={length}, sharp", (batch, length, heads, width), rounds, spread)
+            add(f"N={length}, sharp", sweep_shape(length), rounds, spread)
         else:
             add(name, NAMED[name], min(rounds, NAMED_ROUNDS))
-    told = lambda name: "batch {}, {} tokens, {} heads, head_dim {}".format(*NAMED[name])
+    size = "batch {}, {} tokens, {} heads, head_dim {}"
     facts = {
-        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
-        **{name: told(name) for name in shapes if name in NAMED},
+        **SHAPE_FACT,
+        **{name: size.format(*NAMED[name]) for name in shapes if name in NAMED},
         "sharp": f"scores of standard deviation {SHARP[1]:g}; elsewhere 1",
         "time": f"median and quartiles of {rounds} interleaved calls, {min(rounds, NAMED_ROUNDS)} "
         "of the named shapes; ratio to the fastest dense softmax form",
-        **machine.facts(),
     }
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
+    whole = report("One attention layer", rows, facts)
+    print(whole.facts_text())
     if out is not None:
-        write(out, "layer", "One attention layer", rows, facts)
-        plot.draw(rows, lengths, out / "layer.png")
+        whole.write(out, "layer")
+        layer_plot.draw(rows, lengths, out / "layer.png")
     return rows

@@ -1,21 +1,22 @@
-"""What the layer benchmarks have in common: a measured row, how it is measured, the table."""
+"""What the benchmarks have in common: a measured row, how it is measured, the table."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import pathlib
 from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.runtime import timing
+from train.reporting.table import Report, Table
+from train.runtime import machine, timing
 
 GIB = 2**30
 LIMIT_GIB = 12.0
+SHAPE = (1, 8, 64)  # batch, heads, head_dim of a sweep over lengths
+SHAPE_FACT = {"shape": "batch {}, {} heads, head_dim {}, float32".format(*SHAPE)}
 DENSE = (
     "softmax, jax.nn.softmax",
     "softmax, divided late",
@@ -36,6 +37,8 @@ class Row:
       ratio: of that to the fastest row of the ``base`` of ``measure``.
       reason: why it was not timed.
       low, high: quartiles of the timed calls, milliseconds.
+      whole_gibibytes: memory with inputs and outputs.
+      calls: how often it was timed.
     """
 
     shape: str
@@ -47,18 +50,33 @@ class Row:
     reason: str = ""
     low: float | None = None
     high: float | None = None
+    whole_gibibytes: float | None = None
+    calls: int = 0
+
+
+def sweep_shape(length: int) -> tuple[int, int, int, int]:
+    """Batch, length, heads and head_dim at one length of a sweep."""
+    batch, heads, width = SHAPE
+    return batch, length, heads, width
+
+
+def value_and_gradients(function: Callable, num_inputs: int = 3) -> Callable:
+    """Value and gradients, with respect to every input, of a scalar of the output."""
+    loss = lambda *x: jnp.sum(jnp.sin(function(*x)))
+    return jax.value_and_grad(loss, argnums=tuple(range(num_inputs)))
 
 
 def measure(
     shape_name: str,
     shape: tuple[int, ...],
-    rows: dict[str, Callable],
+    rows: Mapping[str, Callable],
     *,
     rounds: int,
     limit_gib: float = LIMIT_GIB,
     gradient: bool = False,
     num_inputs: int = 3,
     timed: bool = True,
+    at_most: float | None = None,
     sharpness: float = 1.0,
     foreign: Mapping[str, Callable[[], object]] | None = None,
     base: Collection[str] = DENSE,
@@ -73,95 +91,70 @@ def measure(
       limit_gib: rows that need more, inputs and outputs included, are not run.
       gradient: time value and gradient of a scalar of the output instead.
       num_inputs: Gaussian arrays of that shape that each function takes.
-      timed: whether to run the rows; otherwise only their memory is told.
+      timed: whether to run the rows; otherwise only memory is reported.
+      at_most: seconds to spend on a row, see ``timing.samples``.
       sharpness: factor of the first input: the standard deviation of the scores.
       foreign: calls outside JAX to time beside them; their memory is not known.
       base: rows whose fastest is 1 in the column of ratios; the fastest row where there is none.
     """
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
-    done, calls = {}, {}
+    compiled, calls = {}, {}
     keys = jax.random.split(jax.random.key(0), num_inputs)
     first, *rest = [jax.random.normal(key, shape) for key in keys]
     inputs = [sharpness * first, *rest]
     for name, function in rows.items():
         if gradient:
-            loss = lambda *x, f=function: jnp.sum(jnp.sin(f(*x)))
-            function = jax.value_and_grad(loss, argnums=tuple(range(num_inputs)))
+            function = value_and_gradients(function, num_inputs)
         seconds, program = timing.compiled(function, *[like] * num_inputs)
-        analysis = program.memory_analysis()
-        held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
-        temporary = analysis.temp_size_in_bytes / GIB
-        needed = temporary + held / GIB
-        done[name] = (temporary, needed, seconds)
-        if timed and needed <= limit_gib:
+        memory = program.memory_analysis()
+        temporary = memory.temp_size_in_bytes / GIB
+        outside = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        whole = temporary + outside / GIB
+        compiled[name] = Row(
+            shape_name, name, temporary, seconds, None, None, "not timed", whole_gibibytes=whole
+        )
+        if whole > limit_gib:
+            reason = f"not run (needs {whole:.1f} GiB)"
+            compiled[name] = dataclasses.replace(compiled[name], reason=reason)
+        elif timed:
             calls[name] = functools.partial(program, *inputs)
     for name, call in (foreign or {}).items():
-        done[name], calls[name] = (None, None, None), call
-    samples = timing.samples(calls, rounds=rounds) if calls else {}
-    quartiles = {name: np.percentile(some, (25, 50, 75)) for name, some in samples.items()}
+        compiled[name], calls[name] = Row(shape_name, name, None, None, None, None), call
+    samples = timing.samples(calls, rounds=rounds, at_most=at_most) if calls else {}
+    quartiles = {name: np.percentile(taken, (25, 50, 75)) for name, taken in samples.items()}
     medians = [quartiles[name][1] for name in base if name in quartiles]
     medians = medians or [median for _, median, _ in quartiles.values()]
-    found = []
-    for name, (temporary, needed, seconds) in done.items():
-        if name in quartiles:
-            low, median, high = map(float, quartiles[name])
-            found.append(
-                Row(
-                    shape_name, name, temporary, seconds, median, median / float(min(medians)),
-                    low=low, high=high,
-                )
-            )  # fmt: skip
-        else:
-            reason = f"not run (needs {needed:.1f} GiB)" if needed > limit_gib else "not timed"
-            found.append(Row(shape_name, name, temporary, seconds, None, None, reason))
-    return found
+    for name, taken in samples.items():
+        low, median, high = map(float, quartiles[name])
+        compiled[name] = dataclasses.replace(
+            compiled[name],
+            milliseconds=median,
+            ratio=median / float(min(medians)),
+            reason="",
+            low=low,
+            high=high,
+            calls=len(taken),
+        )
+    return list(compiled.values())
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = [
-        "| shape | attention | ms | quartiles | ratio | temporary MiB | compile s |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        if row.milliseconds is None:
-            cells = f"{row.reason} | | "
-        else:
-            cells = f"{row.milliseconds:.2f} | {row.low:.2f}..{row.high:.2f} | {row.ratio:.2f}"
-        known = row.gibibytes is not None
-        rest = f"{1024 * row.gibibytes:.1f} | {row.compile_seconds:.1f}" if known else "? | 0"
-        lines.append(f"| {row.shape} | {row.name} | {cells} | {rest} |")
-    return "\n".join(lines)
+def table(rows: list[Row]) -> Table:
+    """The rows as a table."""
+    headings = ["shape", "attention", "ms", "quartiles", "ratio", "temporary MiB", "compile s"]
+    return Table(headings, [_cells(row) for row in rows], num_names=2)
 
 
-def write(out: pathlib.Path, name: str, title: str, rows: list[Row], facts: dict) -> None:
-    """Writes ``name.json`` and ``name.md`` into ``out``."""
-    _put_down(out, name, title, table(rows), _stored(rows), facts)
+def _cells(row: Row) -> list[str]:
+    if row.milliseconds is None:
+        times = [row.reason, "", ""]
+    else:
+        times = [f"{row.milliseconds:.2f}", f"{row.low:.2f}..{row.high:.2f}", f"{row.ratio:.2f}"]
+    if row.gibibytes is None:
+        return [row.shape, row.name, *times, "?", "0"]
+    memory = f"{1024 * row.gibibytes:.1f}"
+    return [row.shape, row.name, *times, memory, f"{row.compile_seconds:.1f}"]
 
 
-def tell(
-    out: pathlib.Path | None, name: str, title: str, rows: list[Row], facts: dict
-) -> list[Row]:
-    """Prints the table and the facts, writes them where there is ``out``, and gives the rows."""
-    tell_text(out, name, title, table(rows), _stored(rows), facts)
-    return rows
-
-
-def tell_text(out: pathlib.Path | None, name: str, title: str, text: str, rows, facts: dict):
-    """Prints ``text`` and the facts, and writes them, with the ``rows`` they tell of."""
-    print(text)
-    print("\n".join(f"{key}: {value}" for key, value in facts.items()))
-    if out is not None:
-        _put_down(out, name, title, text, rows, facts)
-
-
-def _stored(rows: list[Row]) -> list[dict]:
-    return [dataclasses.asdict(row) for row in rows]
-
-
-def _put_down(out: pathlib.Path, name: str, title: str, text: str, rows, facts: dict) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    stored = {"title": title, "rows": rows, "facts": facts}
-    (out / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
-    listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    (out / f"{name}.md").write_text(f"# {title}\n\n{text}\n\n{listed}\n")
+def report(title: str, rows: list[Row], facts: Mapping[str, str]) -> Report:
+    """The table of a benchmark with its facts and those of the machine."""
+    return Report(title, [table(rows)], {**facts, **machine.facts()}, {"rows": rows})

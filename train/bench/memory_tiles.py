@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 import asap_jax as aj
 from train.bench import layer
-from train.bench.measure import DENSE, Row, measure, tell
-from train.runtime import machine
+from train.bench.measure import DENSE, SHAPE_FACT, Row, measure, report, sweep_shape
 
 LENGTHS = (1000, 4000, 8000)
 LIMIT_GIB = 6.0
@@ -42,22 +41,19 @@ def run(
     lengths: Iterable[int] = LENGTHS, *, rounds: int = 3, out: pathlib.Path | None = None
 ) -> list[Row]:
     """Prints the table and writes ``memory.json`` and ``memory.md`` into ``out``."""
-    batch, heads, width = layer.SHAPE
-    found, rows = [], methods()
+    rows, operators = [], methods()
     for length in lengths:
         for gradient in (False, True):
-            found += measure(
+            rows += measure(
                 f"N={length}, {'gradient' if gradient else 'forward'}",
-                (batch, length, heads, width),
-                rows,
+                sweep_shape(length),
+                operators,
                 rounds=rounds,
                 limit_gib=LIMIT_GIB,
                 gradient=gradient,
                 timed=not gradient,
             )
-    facts = {
-        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
-        "time": f"median of {rounds} interleaved calls; ratio to the faster dense softmax",
-        **machine.facts(),
-    }
-    return tell(out, "memory", "Tiles and whole kernels", found, facts)
+    time = f"median of {rounds} interleaved calls; ratio to the faster dense softmax"
+    facts = {**SHAPE_FACT, "time": time}
+    report("Tiles and whole kernels", rows, facts).print_and_write(out, "memory")
+    return rows

@@ -18,15 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import asap_jax as aj
-from train.bench import layer
-from train.bench.measure import Row, measure, tell
+from train.bench.measure import SHAPE_FACT, Row, measure, report, sweep_shape
 from train.runtime import machine
 
 LENGTHS = (512, 2000)
 STEPS = 20
 
 
-def ott_attention(query, key, value, *, num_steps: int) -> jax.Array:
+def ott_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, num_steps: int
+) -> jax.Array:
     """Attention by ``ott``'s log-domain Sinkhorn; one of its iterations is two half-steps.
 
     It updates the second marginal first, hence the transposed problem.
@@ -54,11 +55,11 @@ def ott_attention(query, key, value, *, num_steps: int) -> jax.Array:
     return jnp.swapaxes(mixed, 1, 2)
 
 
-def torch_calls(shape, num_steps: int, *, gradient: bool) -> Callable[[], object]:
+def torch_calls(shape: tuple[int, ...], num_steps: int, *, gradient: bool) -> Callable[[], object]:
     """A call of the log-domain loop in PyTorch, on the processor, ready to be timed.
 
-    OpenMP is told to let its threads sleep: spinning on after the call, as they do by default, they
-    took half of the processors from the row after it.
+    OpenMP's threads are set to sleep after the call: by default they spin, and took half of the
+    processors from the next row.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
@@ -109,11 +110,10 @@ def run(
     out: pathlib.Path | None = None,
 ) -> list[Row]:
     """Prints the table and writes ``teacher.json`` and ``teacher.md`` into ``out``."""
-    batch, heads, width = layer.SHAPE
     rows = []
     for length in lengths:
         for gradient in (False, True):
-            shape = (batch, length, heads, width)
+            shape = sweep_shape(length)
             peers = {}
             if importlib.util.find_spec("torch"):
                 peers["PyTorch loop"] = torch_calls(shape, num_steps, gradient=gradient)
@@ -126,15 +126,14 @@ def run(
                 gradient=gradient,
                 foreign=peers,
             )
-    facts = {
-        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
-        "time": f"median of {rounds} interleaved calls; ratio to the fastest row; PyTorch under "
-        f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}",
-        **{
-            f"{name} row": "not run, not installed: pip install " + package
-            for name, package in (("ott", "ott-jax"), ("torch", "torch"))
-            if not importlib.util.find_spec(name)
-        },
-        **machine.facts(),
-    }
-    return tell(out, "teacher", "The Sinkhorn teacher and its peers", rows, facts)
+    time = (
+        f"median of {rounds} interleaved calls; ratio to the fastest row; PyTorch under "
+        f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}"
+    )
+    facts = {**SHAPE_FACT, "time": time}
+    for name, package in (("ott", "ott-jax"), ("torch", "torch")):
+        if not importlib.util.find_spec(name):
+            facts[f"{name} row"] = f"not run, not installed: pip install {package}"
+    title = "The Sinkhorn teacher and its peers"
+    report(title, rows, facts).print_and_write(out, "teacher")
+    return rows

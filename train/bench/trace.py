@@ -1,7 +1,7 @@
 """Where the time of a layer's compiled program goes, from JAX's profiler: for CPUs.
 
-Every instruction of the program is put to the part of the method it belongs to, by the names that
-the library gives (``jax.named_scope``) and by its shape; what it took is the sum of its events in
+Every instruction of the program is assigned to the part of the method it belongs to, by the names
+that the library gives (``jax.named_scope``) and by its shape; its time is the sum of its events in
 the trace. Instructions may run side by side, so that the parts can add up to more than the call.
 """
 
@@ -12,18 +12,19 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from train.bench import layer
-from train.bench.measure import tell_text
+from train.bench.measure import SHAPE, SHAPE_FACT, sweep_shape
+from train.reporting.table import Report, Table
 from train.runtime import machine, timing
 from train.runtime.errors import UserError
 
 LENGTHS = (512, 2000)
-KEPT = ("softmax, softmax_attention", "Sinkhorn S=10", "ASAP n=2, moments")
+COMPARED = ("softmax, softmax_attention", "Sinkhorn S=10", "ASAP n=2, moments")
 PARTS = {
     "scores": "queries times keys",
     "exponentials": "of all entries",
@@ -51,8 +52,8 @@ def parts_of(text: str, length: int) -> dict[str, str]:
     for line in text.splitlines():
         if begin := _COMPUTATION.match(line):
             current = inside.setdefault(begin[1], [])
-        elif found := _INSTRUCTION.match(line):
-            current.append(found.groups())
+        elif instruction := _INSTRUCTION.match(line):
+            current.append(instruction.groups())
     result = {}
     for instructions in inside.values():
         shapes = {name: shape for name, shape, *_ in instructions}
@@ -99,11 +100,13 @@ def _names(operands: str) -> list[str]:
 
 
 def _sizes(shape: str) -> list[int]:
-    found = re.match(r"\(?\w+\[([\d,]+)\]", shape)
-    return [int(n) for n in found[1].split(",")] if found else []
+    sizes = re.match(r"\(?\w+\[([\d,]+)\]", shape)
+    return [int(n) for n in sizes[1].split(",")] if sizes else []
 
 
-def traced(program: Callable, inputs, parts: dict[str, str], calls: int) -> dict[str, float]:
+def traced(
+    program: Callable, inputs: Sequence[jax.Array], parts: dict[str, str], calls: int
+) -> dict[str, float]:
     """Milliseconds a call of each part, and ``"call"``: of a whole one, while being traced."""
     for _ in range(3):
         jax.block_until_ready(program(*inputs))
@@ -131,46 +134,42 @@ def run(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Prints a table for each length and writes ``trace.json`` and ``trace.md`` into ``out``.
 
-    Returns from shapes to row names to parts to milliseconds.
+    Returns:
+      From shapes to row names to parts to milliseconds.
 
-    Raises UserError for a length equal to the width of a head, and on another backend than CPUs.
+    Raises:
+      UserError: a length equals the width of a head, or the backend is not a CPU.
     """
-    batch, heads, width = layer.SHAPE
-    lengths = tuple(lengths)
+    lengths, width = tuple(lengths), SHAPE[-1]
     if width in lengths:
         raise UserError(
-            f"bench trace tells products apart by their shapes: give --lengths other than {width}, "
+            f"bench trace recognises products by their shapes: give --lengths other than {width}, "
             "the width of a head"
         )
     if jax.default_backend() != "cpu":
         raise UserError(f"bench trace reads programs of CPUs, not of {jax.default_backend()}")
-    found = {}
+    measured = {}
     for length in lengths:
-        shape = (batch, length, heads, width)
+        shape = sweep_shape(length)
         inputs = [jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 3)]
         like = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 3
-        rows = found.setdefault(f"N={length}", {})
-        for name in KEPT:
+        rows = measured.setdefault(f"N={length}", {})
+        for name in COMPARED:
             _, program = timing.compiled(layer.methods(width)[name], *like)
             parts = parts_of(program.as_text(), length)
             rows[name] = traced(program, inputs, parts, calls)
     facts = {
-        "shape": f"batch {batch}, {heads} heads, head_dim {width}, float32",
+        **SHAPE_FACT,
         "time": f"milliseconds a call, mean of {calls} calls under jax.profiler, which slows them",
         **machine.facts(),
     }
-    text = "\n\n".join(_table(name, rows) for name, rows in found.items())
-    tell_text(out, "trace", "Where a compiled program's time goes", text, found, facts)
-    return found
+    tables = [_table(name, rows) for name, rows in measured.items()]
+    title = "Where a compiled program's time goes"
+    Report(title, tables, facts, {"rows": measured}).print_and_write(out, "trace")
+    return measured
 
 
-def _table(shape: str, rows: dict[str, dict[str, float]]) -> str:
-    lines = [
-        f"| {shape}, ms | " + " | ".join(rows) + " |",
-        "| --- |" + " ---: |" * len(rows),
-        "| a call | " + " | ".join(f"{row['call']:.2f}" for row in rows.values()) + " |",
-    ]
-    for part, what in PARTS.items():
-        cells = " | ".join(f"{row[part]:.2f}" for row in rows.values())
-        lines.append(f"| {part} ({what}) | {cells} |")
-    return "\n".join(lines)
+def _table(shape: str, rows: dict[str, dict[str, float]]) -> Table:
+    names = {"call": "a call", **{part: f"{part} ({what})" for part, what in PARTS.items()}}
+    cells = [[name, *(f"{row[part]:.2f}" for row in rows.values())] for part, name in names.items()]
+    return Table([f"{shape}, ms", *rows], cells)

@@ -1,54 +1,46 @@
 """What the sub-commands of ``python -m train`` do, each a function of the parsed arguments."""
 
+import argparse
 import dataclasses
+import inspect
 import pathlib
 
 import asap_jax as aj
-from train import bench as benches
-from train import study as studies
-from train.cli import demo as demonstration
+from train import bench
+from train.cli import demo, fit_options
+from train.data.splits import Split, announce, load_data
 from train.evaluation import ablations, compile_teacher, fidelity
-from train.recipes import catalogue as recipe_list
+from train.recipes import catalogue
 from train.reporting import progress
+from train.reporting.table import Report
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import ideas
-from train.training import linear_baseline, loop, run_folder, teacher
-from train.training import refresh as refreshing
-from train.training.teacher import Split, Teacher
+from train.study import fidelity_study, ideas
+from train.training import linear_baseline, loop, refresh, run_folder
+from train.training.teacher import Teacher, accuracy_on, load_teacher
 
 
-def _fit_options(options, trained) -> aj.Options:
-    """The fit that the command line asks for, with the run's seed."""
-    names = ("recipe", "objective", "closures", "features", "num_slices", "slice_kind")
-    names += ("coefficients", "baseline", "token_bias", "ridge", "ridge_scale", "padding")
-    try:
-        return aj.Options(seed=trained.seed, **{name: getattr(options, name) for name in names})
-    except ValueError as fault:
-        raise UserError(str(fault)) from fault
-
-
-def demo(options) -> None:
+def run_demo(options: argparse.Namespace) -> None:
     """Trains, compiles, measures and draws, offline."""
-    demonstration.run(options.seed, options.out)
+    demo.run(options.seed, options.out)
 
 
-def recipes(options) -> None:
+def run_recipes(options: argparse.Namespace) -> None:
     """Lists the recipes."""
     screen = progress.console()
-    for recipe in recipe_list.listed():
+    for recipe in catalogue.listed():
         screen.print(f"[bold]{recipe.name} ({recipe.preset})[/bold]: {recipe.summary}")
         screen.print(f"  cost: {recipe.cost}", markup=False)
         screen.print(f"  expected test accuracy: {recipe.expected}", markup=False)
 
 
-def train(options) -> None:
+def run_train(options: argparse.Namespace) -> None:
     """Trains a teacher and prints its test accuracy."""
     recipe = _recipe(options)
     _connect(options)
     folder = run_folder.folder(recipe.name, options.seed, options.folder)
-    split = teacher.load_data(recipe, options.data_dir, folder)
-    teacher.announce(split)
+    split = load_data(recipe, options.data_dir, folder)
+    announce(split)
     trained = loop.train(
         recipe,
         split.train,
@@ -60,64 +52,68 @@ def train(options) -> None:
     )
     if not devices.is_first():
         return
-    score = teacher.test_accuracy(trained, split.test)
+    score = accuracy_on(trained, split.test)
     print(f"test accuracy {score:.3f} on {len(split.test)} {split.test.unit}")
     if recipe.attention == "sinkhorn":
         print(f"next: python -m train compile {folder}")
 
 
-def _recipe(options) -> recipe_list.Recipe:
+def _recipe(options: argparse.Namespace) -> catalogue.Recipe:
     """The recipe with what the command line changes of it."""
-    recipe = recipe_list.find(options.recipe, options.preset)
+    recipe = catalogue.find(options.recipe, options.preset)
     names = ("attention", "epochs", "batch_size", "learning_rate", "compute_dtype", "accumulate")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if options.patch_size is not None and recipe.tokens is not None:
+    changes = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.patch_size is not None and recipe.is_text:
         raise UserError(f"recipe {recipe.name!r} reads texts: --patch-size is for image recipes")
-    if options.length is not None and recipe.tokens is None:
+    if options.length is not None and not recipe.is_text:
         raise UserError(f"recipe {recipe.name!r} reads images: --length is for text recipes")
     try:
-        if options.num_steps is not None:
-            given["spec"] = dataclasses.replace(recipe.spec, num_steps=options.num_steps)
-        if options.patch_size is not None:
-            given["model"] = dataclasses.replace(recipe.model, patch_size=options.patch_size)
-        if options.length is not None:
-            given["tokens"] = dataclasses.replace(recipe.tokens, length=options.length)
-        return dataclasses.replace(recipe, **given)
+        for part, name, value in (
+            ("spec", "num_steps", options.num_steps),
+            ("model", "patch_size", options.patch_size),
+            ("inputs", "length", options.length),
+        ):
+            if value is not None:
+                changes[part] = dataclasses.replace(getattr(recipe, part), **{name: value})
+        return dataclasses.replace(recipe, **changes)
     except ValueError as fault:
         raise UserError(str(fault)) from fault
 
 
-def _connect(options) -> None:
+def _connect(options: argparse.Namespace) -> None:
     devices.connect(options.coordinator, options.num_processes, options.process_id)
 
 
-def _open(options) -> tuple[Teacher, Split]:
+def _open(options: argparse.Namespace) -> tuple[Teacher, Split]:
     """The run's teacher and data, announced."""
-    trained = teacher.load(options.folder)
-    split = teacher.load_data(trained.recipe, options.data_dir, options.folder)
-    teacher.announce(split)
+    trained = load_teacher(options.folder)
+    split = load_data(trained.recipe, options.data_dir, options.folder)
+    announce(split)
     return trained, split
 
 
-def baseline(options) -> None:
+def run_baseline(options: argparse.Namespace) -> None:
     """Prints the accuracy of the linear baseline on a recipe's data."""
-    recipe = recipe_list.find(options.recipe, options.preset)
-    split = teacher.load_data(recipe, options.data_dir)
-    teacher.announce(split)
+    recipe = catalogue.find(options.recipe, options.preset)
+    split = load_data(recipe, options.data_dir)
+    announce(split)
     score, decay = linear_baseline.run(recipe, split)
-    kind = "pixels" if recipe.tokens is None else "a bag of tokens"
+    kind = "a bag of tokens" if recipe.is_text else "pixels"
     print(
         f"test accuracy {score:.3f} on {len(split.test)} {split.test.unit}: logistic regression "
         f"on {kind}, weight decay {decay:g} chosen on held-out training {split.train.unit}"
     )
 
 
-def compile(options) -> None:
+def run_compile(options: argparse.Namespace) -> None:
     """Compiles a run's teacher, prints the report, saves the compiled layers."""
+    settings = fit_options.read(options)  # before anything is read that takes long
     _connect(options)
     trained, split = _open(options)
-    fit = _fit_options(options, trained)
-    result = compile_teacher.compile_teacher(trained, split.train, fit, num_images=options.images)
+    settings = dataclasses.replace(settings, seed=trained.seed)
+    result = compile_teacher.compile_teacher(
+        trained, split.train, settings, num_images=options.images
+    )
     if not devices.is_first():
         return
     print(result.report)
@@ -126,53 +122,50 @@ def compile(options) -> None:
     print(f"saved {path}; next: python -m train evaluate {options.folder}")
 
 
-def ablate(options) -> None:
+def run_ablate(options: argparse.Namespace) -> None:
     """Prints every method and ablation row of the paper on one teacher."""
     trained, split = _open(options)
     table, lines = ablations.run(trained, split, rounds=options.rounds)
-    table.print(progress.console())
+    _show(table.report(), options.out or options.folder, "ablations", lines)
+
+
+def _show(report: Report, out: pathlib.Path, name: str, lines=()) -> None:
+    """Prints the tables and further lines, and writes ``NAME.md`` and ``NAME.json``."""
+    report.print(progress.console())
     for line in lines:
         print(line)
-    for written in table.write(options.out or options.folder, name="ablations"):
-        print(f"wrote {written}")
+    _say_written(report.write(out, name))
 
 
-def study(options) -> None:
-    """Measures operators on several teachers, prints the tables and writes them with a plot."""
-    settings = dict(num_images=options.calibration)
-    if options.test_examples is not None:
-        settings["test_examples"] = options.test_examples
-    if options.what == "ideas":
-        if options.thorough:
-            raise UserError("study ideas takes no --thorough")
-        ideas.run(options.folders, options.data_dir, options.out, **settings, again=options.again)
-        print(f"wrote {options.out / 'ideas.md'}")
-        return
-    found, written = studies.run(
-        options.folders,
-        options.data_dir,
-        options.out,
-        **settings,
-        thorough=options.thorough,
-        again=options.again,
-    )
-    found.print(progress.console())
-    for path in written:
+def _say_written(paths) -> None:
+    for path in paths:
         print(f"wrote {path}")
 
 
-def refresh(options) -> None:
+def run_study(options: argparse.Namespace) -> None:
+    """Measures operators on several teachers, prints the tables and writes them with a plot."""
+    settings = dict(num_images=options.calibration, again=options.again)
+    if options.test_examples is not None:
+        settings["test_examples"] = options.test_examples
+    if options.what == "fidelity":
+        settings["thorough"] = options.thorough
+    elif options.thorough:
+        raise UserError(f"study {options.what} takes no --thorough")
+    study = {"fidelity": fidelity_study, "ideas": ideas}[options.what]
+    measured, paths = study.run(options.folders, options.data_dir, options.out, **settings)
+    measured.print(progress.console())
+    _say_written(paths)
+
+
+def run_refresh(options: argparse.Namespace) -> None:
     """Trains a compiled model on a little, beside its teacher."""
     trained, split = _open(options)
-    fit = aj.Options(
-        seed=trained.seed,
-        num_slices=options.num_slices,
-        baseline="first_step",
-        token_bias=True,
+    fit = ablations.residual_fit(aj.PaperFit(), num_slices=options.num_slices)
+    result = compile_teacher.compile_teacher(
+        trained, split.train, aj.Options(fit=fit, seed=trained.seed), num_images=options.images
     )
-    result = compile_teacher.compile_teacher(trained, split.train, fit, num_images=options.images)
     print(result.report)
-    scores = refreshing.run(
+    scores = refresh.run(
         trained,
         result.variables,
         split.train,
@@ -188,17 +181,18 @@ def refresh(options) -> None:
         print(f"  {name:<10} {value:.4f}")
 
 
-def bench(options) -> None:
+def run_bench(options: argparse.Namespace) -> None:
     """Runs one benchmark."""
-    given = {
-        name: value
-        for name in ("lengths", "shapes", "out")
-        if (value := getattr(options, name)) is not None
-    }
-    benches.run(options.what, **given)
+    function, _ = bench.BENCHES[options.what]
+    settings = {name: getattr(options, name) for name in ("lengths", "shapes", "out")}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    for name in settings:
+        if name not in inspect.signature(function).parameters:
+            raise UserError(f"bench {options.what} takes no --{name}")
+    function(**settings)
 
 
-def evaluate(options) -> None:
+def run_evaluate(options: argparse.Namespace) -> None:
     """Prints and writes the table of a teacher and its replacements."""
     trained, split = _open(options)
     path = pathlib.Path(options.artefact or options.folder / run_folder.ARTEFACT)
@@ -210,6 +204,4 @@ def evaluate(options) -> None:
     table = fidelity.measure(
         trained.recipe, trained.variables, split.test, compiled=compiled, rounds=options.rounds
     )
-    table.print(progress.console())
-    for written in table.write(options.out or options.folder):
-        print(f"wrote {written}")
+    _show(table.report(), options.out or options.folder, "fidelity")

@@ -5,15 +5,16 @@ import shutil
 import time
 
 import asap_jax as aj
+from train.data.splits import announce, load_data
 from train.evaluation import compile_teacher, fidelity, picture
-from train.evaluation.moment_rows import moment_rows
+from train.evaluation.fidelity_table import FidelityTable
 from train.recipes import catalogue
+from train.recipes.schema import Recipe
 from train.reporting import progress
-from train.reporting.table import Table
-from train.training import loop, run_folder, teacher
+from train.training import loop, run_folder
 
 
-def run(seed: int, out: pathlib.Path, recipe: catalogue.Recipe = catalogue.DEMO) -> Table:
+def run(seed: int, out: pathlib.Path, recipe: Recipe = catalogue.DEMO) -> FidelityTable:
     """Trains, compiles, measures and draws.
 
     Args:
@@ -29,11 +30,12 @@ def run(seed: int, out: pathlib.Path, recipe: catalogue.Recipe = catalogue.DEMO)
     """
     screen = progress.console()
     began = time.perf_counter()
-    split = teacher.load_data(recipe)
-    teacher.announce(split)
+    split = load_data(recipe)
+    announce(split)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     trained = loop.train(recipe, split.train, out, seed=seed)
-    result = compile_teacher.compile_teacher(trained, split.train)
+    paper = aj.Options(fit="paper", seed=trained.seed)
+    result = compile_teacher.compile_teacher(trained, split.train, paper)
     screen.print(str(result.report), markup=False)
     aj.save(out / run_folder.ARTEFACT, result)
     table = fidelity.measure(
@@ -41,10 +43,11 @@ def run(seed: int, out: pathlib.Path, recipe: catalogue.Recipe = catalogue.DEMO)
         trained.variables,
         split.test,
         compiled=result.variables,
-        more=moment_rows(trained, split.train),
+        more=compile_teacher.moment_rows(trained, split.train),
     )
-    table.print(screen)
-    written = [*table.write(out)]
+    report = table.report()
+    report.print(screen)
+    written = [*report.write(out, "fidelity")]
     written.append(picture.draw(recipe, result.variables, split.test, out / "plans.png"))
     for path in written:
         screen.print(f"wrote {path}", markup=False)

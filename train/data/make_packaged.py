@@ -9,10 +9,11 @@ import argparse
 import json
 import pathlib
 import shutil
+from typing import Any
 
 import numpy as np
 
-from train.data import images
+from train.data import tfds
 from train.runtime.errors import need
 
 NAME = "fashion_mnist"
@@ -32,16 +33,16 @@ def balanced(labels: np.ndarray, per_class: int) -> np.ndarray:
     Raises:
       ValueError: a class has fewer than ``per_class`` examples.
     """
-    kept = []
+    chosen = []
     for label in np.unique(labels):
-        found = np.flatnonzero(labels == label)[:per_class]
-        if len(found) < per_class:
-            raise ValueError(f"class {label} has {len(found)} examples, {per_class} are wanted")
-        kept.append(found)
-    return np.sort(np.concatenate(kept))
+        places = np.flatnonzero(labels == label)[:per_class]
+        if len(places) < per_class:
+            raise ValueError(f"class {label} has {len(places)} examples, {per_class} are needed")
+        chosen.append(places)
+    return np.sort(np.concatenate(chosen))
 
 
-def copy_split(source, target: pathlib.Path, per_class: int) -> int:
+def copy_split(source: Any, target: pathlib.Path, per_class: int) -> int:
     """Writes the balanced part of one split as a single shard.
 
     Args:
@@ -50,7 +51,7 @@ def copy_split(source, target: pathlib.Path, per_class: int) -> int:
       per_class: examples of each class.
 
     Returns:
-      The size of the kept records in bytes.
+      The size of the chosen records in bytes.
     """
     labels = np.array([example["label"] for example in source])
     records = source.data_source.__getitems__(balanced(labels, per_class).tolist())
@@ -75,7 +76,7 @@ def make(full_copy: str, out: pathlib.Path) -> pathlib.Path:
     Raises:
       UserError: no full copy there.
     """
-    builder = images.builder(NAME, full_copy)
+    builder = tfds.builder(NAME, full_copy)
     origin = pathlib.Path(builder.data_path)
     target = out / NAME / builder.version.__str__()
     shutil.rmtree(out / NAME, ignore_errors=True)
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=pathlib.Path,
-        default=images.PACKAGED,
+        default=tfds.PACKAGED,
         help="folder to write to (default: %(default)s)",
     )
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """Text sets as padded token numbers, with a tokenizer trained on the training split.
 
-A text is cut into byte-pair pieces of words, the first ``length`` of them are kept and short texts
+A text is cut into byte-pair pieces of words, the first ``length`` of them are used and short texts
 are padded at the end.  The tokenizer is stored in the run folder, beside the checkpoints.
 """
 
@@ -8,10 +8,12 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from train.models.text import PAD
+from train.data.examples import Examples
+from train.models.text_encoder import PAD
 from train.runtime import devices
 from train.runtime.errors import UserError, need
 
@@ -21,36 +23,13 @@ FILE = "tokenizer.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Texts:
-    """One split of a text set in memory.
-
-    Attributes:
-      tokens: ``(examples, length)`` int32, ``PAD`` after the end; no row is all pads.
-      labels: ``(examples,)`` int32.
-      class_names: one name per label.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    class_names: tuple[str, ...]
-    unit = "texts"
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, indices) -> "Texts":
-        """The examples at ``indices`` (an array of integers, or a slice)."""
-        return dataclasses.replace(self, tokens=self.tokens[indices], labels=self.labels[indices])
-
-
-@dataclasses.dataclass(frozen=True)
 class Tokens:
     """How a text becomes the model's input.
 
     Attributes:
       features: names of the data set's features that make up the text, joined by a space.
       vocab_size: pieces the tokenizer may use, the two special ones included.
-      length: tokens kept of a text.
+      length: first tokens of a text, the others are dropped.
       unknown: share of the tokens of a training batch that are replaced by the unknown one.
     """
 
@@ -58,6 +37,7 @@ class Tokens:
     vocab_size: int
     length: int
     unknown: float = 0.0
+    unit = "texts"
 
     def __post_init__(self):
         if self.length < 1:
@@ -77,27 +57,48 @@ class Tokens:
         """Dtype of an input."""
         return np.int32
 
-    def prepare(self, examples: Texts) -> np.ndarray:
+    def prepare(self, examples: Examples) -> np.ndarray:
         """The model's inputs ``(examples, length)`` int32, unchanged."""
-        return examples.tokens
+        return examples.values
 
-    def training(self, examples: Texts, rng: np.random.Generator) -> np.ndarray:
+    def training(self, examples: Examples, rng: np.random.Generator) -> np.ndarray:
         """As ``prepare``, with some tokens replaced by the unknown one."""
         if not self.unknown:
-            return examples.tokens
-        hidden = rng.random(examples.tokens.shape) < self.unknown
-        return np.where(hidden & (examples.tokens != PAD), np.int32(UNKNOWN), examples.tokens)
+            return examples.values
+        hidden = rng.random(examples.values.shape) < self.unknown
+        return np.where(hidden & (examples.values != PAD), np.int32(UNKNOWN), examples.values)
 
     def join(self, example: dict) -> str:
         """The text of one example as TFDS gives it (features in UTF-8)."""
         return " ".join(example[name].decode("utf-8", "replace") for name in self.features)
 
+    def load(
+        self, splits: dict[str, list[dict]], run: str | os.PathLike | None
+    ) -> dict[str, np.ndarray]:
+        """The tokens of each split, as ``Examples`` holds them.
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int):
+        Args:
+          splits: examples as TFDS gives them; ``"train"`` must be there.
+          run: the run folder that stores the tokenizer, or None.
+
+        Raises:
+          UserError: a feature is not in the data set; the stored tokenizer does not fit.
+        """
+        for read in splits.values():
+            if missing := [name for name in self.features if name not in read[0]]:
+                raise UserError(
+                    f"the data set has no feature {missing[0]!r}, only {', '.join(read[0])}"
+                )
+        texts = {name: [self.join(one) for one in read] for name, read in splits.items()}
+        tokenizer = tokenizer_for(texts["train"], self, run)
+        return {name: encode(tokenizer, rows, self.length) for name, rows in texts.items()}
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     """A lower-casing byte-pair tokenizer of at most ``vocab_size`` pieces.
 
     The same texts give the same pieces and numbers (the library's word-piece trainer numbers its
-    pieces anew each time).
+    pieces differently each time).
 
     Args:
       texts: the training split, and nothing else.
@@ -118,7 +119,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int):
     return tokenizer
 
 
-def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike | None):
+def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike | None) -> Any:
     """The run's tokenizer: the stored one, else one trained on ``texts`` and stored.
 
     Of several hosts each trains the same one and the first stores it.
@@ -159,42 +160,10 @@ def _stored(path: pathlib.Path, tokens: Tokens):
     return tokenizer
 
 
-def encode(tokenizer, texts: Sequence[str], length: int) -> np.ndarray:
+def encode(tokenizer: Any, texts: Sequence[str], length: int) -> np.ndarray:
     """Padded token numbers ``(texts, length)`` int32; an empty text is one unknown token."""
     rows = np.full((len(texts), length), PAD, np.int32)
-    for row, found in zip(rows, tokenizer.encode_batch_fast(list(texts)), strict=True):
-        numbers = found.ids[:length] or [UNKNOWN]
+    for row, encoded in zip(rows, tokenizer.encode_batch_fast(list(texts)), strict=True):
+        numbers = encoded.ids[:length] or [UNKNOWN]
         row[: len(numbers)] = numbers
     return rows
-
-
-def load(
-    recipe_tokens: Tokens, sources: dict[str, tuple], run: str | os.PathLike | None
-) -> dict[str, Texts]:
-    """Both splits as token numbers.
-
-    Args:
-      recipe_tokens: how to cut texts.
-      sources: from the split to what ``train.data.read`` gave; ``"train"`` must be there.
-      run: the run folder that stores the tokenizer, or None.
-
-    Raises:
-      UserError: a feature is not in the data set; the stored tokenizer does not fit.
-    """
-    texts = {}
-    for split, (examples, _) in sources.items():
-        missing = [name for name in recipe_tokens.features if name not in examples[0]]
-        if missing:
-            raise UserError(
-                f"the data set has no feature {missing[0]!r}, only {', '.join(examples[0])}"
-            )
-        texts[split] = [recipe_tokens.join(example) for example in examples]
-    tokenizer = tokenizer_for(texts["train"], recipe_tokens, run)
-    return {
-        split: Texts(
-            tokens=encode(tokenizer, texts[split], recipe_tokens.length),
-            labels=np.array([example["label"] for example in examples], np.int32),
-            class_names=names,
-        )
-        for split, (examples, names) in sources.items()
-    }

@@ -5,15 +5,16 @@ one compile. The rows carry the paper's names.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import asap_jax as aj
-from train.data.images import Examples
+from train.data.examples import Examples
+from train.data.splits import Split
 from train.evaluation import breakeven, compile_teacher, fidelity, operators
+from train.evaluation.fidelity_table import FidelityTable
 from train.evaluation.operators import Operator
 from train.reporting import progress
-from train.reporting.table import Table
-from train.training.teacher import Split, Teacher
+from train.training.teacher import Teacher
 
 SLICES = (8, 16, 32, 64, 128)
 IMAGES = (512, 1024, 4096)
@@ -25,27 +26,32 @@ class Setting:
 
     Attributes:
       name: the paper's name of the row.
-      options: how the layers are fitted, apart from their ending.
-      closures: the ending to run; ``"none"`` needs options that say so too.
-      num_images: calibration examples M; None for the default of the command.
+      fit: how the layers are fitted.
+      closures: the ending to run. All endings but ``"none"`` share one fit.
+      num_images: calibration examples M.
     """
 
     name: str
-    options: aj.Options
+    fit: aj.PaperFit
     closures: str
-    num_images: int | None = None
+    num_images: int = compile_teacher.NUM_IMAGES
+
+    @property
+    def compiled_closures(self) -> str:
+        """The closures to compile for: two-sided layers run one-sided as well."""
+        return "none" if self.closures == "none" else "two_sided"
 
 
-def settings(options: aj.Options, images: tuple[int, ...] = IMAGES) -> list[Setting]:
+def settings(fit: aj.PaperFit, images: Sequence[int] = IMAGES) -> list[Setting]:
     """All rows: main methods, fit sizes, slice counts, design ablations, the MNIST variant.
 
     Args:
-      options: the paper's defaults with the run's seed, ridge and so on.
+      fit: the paper's defaults, possibly with another ridge and so on.
       images: fit sizes M of the sweep.
     """
-    change = lambda **changes: dataclasses.replace(options, **changes)
+    change = lambda **changes: dataclasses.replace(fit, **changes)
     endings = (("-0", "one_sided"), ("", "two_sided"))
-    length = options.num_slices
+    length = fit.num_slices
     rows = []
     for objective in ("ls", "kl"):
         for suffix, closures in endings:
@@ -53,7 +59,7 @@ def settings(options: aj.Options, images: tuple[int, ...] = IMAGES) -> list[Sett
             rows.append(Setting(name, change(objective=objective), closures))
     for count in images:
         for suffix, closures in endings:
-            rows.append(Setting(f"ASAP{suffix}, M={count}", options, closures, count))
+            rows.append(Setting(f"ASAP{suffix}, M={count}", fit, closures, count))
     for count in SLICES:
         for suffix, closures in endings:
             name = f"ASAP-LS{suffix} (L={count})"
@@ -67,12 +73,22 @@ def settings(options: aj.Options, images: tuple[int, ...] = IMAGES) -> list[Sett
         "Rank displacement + ASAP transform": change(features="rank_displacement"),
     }
     rows += [Setting(name, changed, "two_sided") for name, changed in design.items()]
-    rows.append(Setting("Predict both duals, no c-transform", change(closures="none"), "none"))
-    residual = change(num_slices=256, baseline="first_step", token_bias=True)
+    rows.append(Setting("Predict both duals, no c-transform", fit, "none"))
+    residual = residual_fit(fit, num_slices=256)
     for suffix, closures in endings:
         name = f"ASAP{suffix}, residual log-sum-exp fit, token bias (L=256)"
         rows.append(Setting(name, residual, closures))
     return rows
+
+
+def residual_fit(fit: aj.PaperFit, *, num_slices: int) -> aj.PaperFit:
+    """The paper's MNIST variant: the residual to the first row step, and a bias per token."""
+    return dataclasses.replace(fit, num_slices=num_slices, baseline="first_step", token_bias=True)
+
+
+def shared_by(row: Setting) -> tuple:
+    """What two rows must have in common to share a fit."""
+    return row.fit, row.compiled_closures, row.num_images
 
 
 def compile_rows(
@@ -85,18 +101,20 @@ def compile_rows(
 
     Args:
       teacher: a trained one.
-      examples: the training split; labels are not looked at.
+      examples: the training split; labels are not used.
       rows: what to compile.
       report: called with the name of the row being compiled.
     """
     fitted: dict[tuple, aj.CompileResult] = {}
     result = []
     for row in rows:
-        key = (row.options, row.num_images)
+        key = shared_by(row)
         if key not in fitted:
             report(row.name)
-            given = {} if row.num_images is None else {"num_images": row.num_images}
-            fitted[key] = compile_teacher.compile_teacher(teacher, examples, row.options, **given)
+            options = aj.Options(fit=row.fit, closures=row.compiled_closures, seed=teacher.seed)
+            fitted[key] = compile_teacher.compile_teacher(
+                teacher, examples, options, num_images=row.num_images
+            )
         variables = fitted[key].variables
         result.append(operators.compiled_row(row.name, teacher.recipe, variables, row.closures))
     return result
@@ -104,7 +122,7 @@ def compile_rows(
 
 def run(
     teacher: Teacher, split: Split, *, rounds: int = 10
-) -> tuple[Table, list[breakeven.BreakEven]]:
+) -> tuple[FidelityTable, list[breakeven.BreakEven]]:
     """One table with every row, and the break-even points of the default fit.
 
     Args:
@@ -112,11 +130,12 @@ def run(
       split: its data; fit sizes beyond the training split are left out.
       rounds: timed calls of each row.
     """
-    options = aj.Options(seed=teacher.seed)
+    fit = aj.PaperFit()
     images = tuple(count for count in IMAGES if count <= len(split.train))
-    rows = settings(options, images)
+    rows = settings(fit, images)
+    options = aj.Options(fit=fit, seed=teacher.seed)
     default = compile_teacher.compile_teacher(teacher, split.train, options)
-    fits = len({(row.options, row.num_images) for row in rows})
+    fits = len({shared_by(row) for row in rows})
     with progress.bar("compile", fits) as report:
         counted = iter(range(1, fits + 1))
         more = compile_rows(
@@ -134,6 +153,6 @@ def run(
     facts = {"fit": f"M={compile_teacher.NUM_IMAGES} images where a row says no other"}
     if left_out:
         facts["left out"] = f"M={', '.join(left_out)}: more than {len(split.train)} images"
-    points = breakeven.report(table, default.report.fit_seconds, teacher.recipe.spec.last_step)
+    points = breakeven.report(table, default.report.fit_seconds, teacher.recipe.spec)
     facts["break-even"] = "; ".join(map(str, points))
     return dataclasses.replace(table, facts={**facts, **table.facts}), points

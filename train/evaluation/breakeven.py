@@ -3,20 +3,8 @@
 import dataclasses
 import math
 
-from train.reporting.table import Table
-
-
-def closures_per_pass(closures: str, last_step: str) -> int:
-    """R: c-transforms of one forward pass; 1 for ASAP-0, 3 column-ending ASAP, 2 row-ending.
-
-    Raises:
-      ValueError: other closures.
-    """
-    counts = {("one_sided", "column"): 1, ("one_sided", "row"): 1}
-    counts |= {("two_sided", "column"): 3, ("two_sided", "row"): 2}
-    if (closures, last_step) not in counts:
-        raise ValueError(f"no operation count for closures={closures!r} of a {last_step} teacher")
-    return counts[closures, last_step]
+import asap_jax as aj
+from train.evaluation.fidelity_table import FidelityTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +13,10 @@ class BreakEven:
 
     Attributes:
       operator, baseline: row names.
-      closures: R of the operator.
+      closures: R, c-transforms of one forward pass.
       fit_seconds: one fit of all layers, teacher extraction included.
       saved_milliseconds: baseline less operator, a batch; negative when the operator is slower.
-      batches: passes after which the fit is paid for; infinite when it never is.
+      batches: passes after which the time saved equals the fit's; infinite when it never does.
     """
 
     operator: str
@@ -48,13 +36,13 @@ class BreakEven:
         return f"{self.operator} (R={self.closures}): fit {self.fit_seconds:.1f} s, {saved}: {when}"
 
 
-def report(table: Table, fit_seconds: float, last_step: str) -> list[BreakEven]:
+def report(table: FidelityTable, fit_seconds: float, spec: aj.SinkhornSpec) -> list[BreakEven]:
     """Break-even of ASAP-0 and ASAP against the teacher and the S=3 normalizer.
 
     Args:
       table: a fidelity table with rows ``"ASAP-0"``, ``"ASAP"``, ``"Sinkhorn S=3"``, ``"teacher"``.
       fit_seconds: of the compile.
-      last_step: the teacher's, ``"row"`` or ``"column"``.
+      spec: the teacher's.
     """
     lines = []
     for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided")):
@@ -64,7 +52,7 @@ def report(table: Table, fit_seconds: float, last_step: str) -> list[BreakEven]:
                 BreakEven(
                     name,
                     baseline,
-                    closures_per_pass(closures, last_step),
+                    aj.attention.num_closures(closures, "query", spec),
                     fit_seconds,
                     saved,
                     1e3 * fit_seconds / saved if saved > 0 else math.inf,

@@ -1,12 +1,14 @@
 """Compiles a trained teacher on unlabeled training examples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 import asap_jax as aj
-from train import models
-from train.data.images import Examples
+from train.data.examples import Examples
+from train.evaluation import operators
+from train.evaluation.operators import Operator
+from train.models import factory
 from train.runtime import devices
 from train.runtime.errors import UserError
 from train.training.teacher import Teacher
@@ -33,11 +35,7 @@ def calibration_batches(
 
 
 def compile_teacher(
-    teacher: Teacher,
-    examples: Examples,
-    options: aj.Options | None = None,
-    *,
-    num_images: int = NUM_IMAGES,
+    teacher: Teacher, examples: Examples, options: aj.Options, *, num_images: int = NUM_IMAGES
 ) -> aj.CompileResult:
     """Fits the compiled layers of a Sinkhorn teacher.
 
@@ -45,8 +43,8 @@ def compile_teacher(
 
     Args:
       teacher: a trained one.
-      examples: the training split; labels are not looked at.
-      options: how to fit; by default the paper's ASAP-LS with the teacher's seed.
+      examples: the training split; labels are not used.
+      options: how to fit, for how many closures, with which seed.
       num_images: calibration examples; a share of the batches is held out for the report.
 
     Returns:
@@ -61,9 +59,36 @@ def compile_teacher(
             f"the checkpoint was trained with {teacher.recipe.attention} attention: only "
             f"Sinkhorn attention can be compiled"
         )
-    options = options or aj.Options(seed=teacher.seed)
-    calibration = aj.linen.Calibration(models.build(teacher.recipe), options)
+    calibration = aj.linen.Calibration(factory.build(teacher.recipe), options)
     index, count = devices.share()
     batches = list(calibration_batches(teacher, examples, num_images))[index::count]
     total = devices.total if count > 1 else None
     return calibration.run(teacher.variables, batches, total=total)
+
+
+def moment_rows(
+    trained: Teacher,
+    examples: Examples,
+    counts: Sequence[int] = (1, 2, 3),
+    num_images: int = NUM_IMAGES,
+) -> list[Operator]:
+    """The library's moments fit, once for each number of closures.
+
+    Args:
+      trained: a Sinkhorn teacher of more steps than any of ``counts``.
+      examples: the training split.
+      counts: numbers of closures.
+      num_images: calibration examples.
+    """
+    rows = []
+    for count in counts:
+        options = aj.Options(fit="moments", closures=count, seed=trained.seed)
+        result = compile_teacher(trained, examples, options, num_images=num_images)
+        name = counted("Moments", count)
+        rows.append(operators.compiled_row(name, trained.recipe, result.variables, count))
+    return rows
+
+
+def counted(family: str, count: int) -> str:
+    """The label of a row: ``"Moments, 2 closures"``."""
+    return f"{family}, {count} closure{'s' if count > 1 else ''}"

@@ -6,47 +6,57 @@ benchmark).  Accuracy, agreement and time are of the whole model.
 """
 
 import collections
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
 import asap_jax as aj
-from train.data.images import Examples
+from asap_jax.records import Record
+from train.data.examples import Examples
 from train.evaluation import operators
+from train.evaluation.fidelity_table import FidelityTable, Row
 from train.evaluation.operators import Operator
-from train.recipes.catalogue import Recipe
+from train.recipes.schema import Recipe
 from train.reporting import progress
-from train.reporting.table import Row, Table
 from train.runtime import machine, timing
-from train.training import teacher as teachers
+from train.training.teacher import accuracy, predict
 
 BATCH_SIZE = 100
 CAPTURE = "asap_capture"
 
 
-def capture(teacher: Operator, images: np.ndarray) -> dict:
+def capture(teacher: Operator, inputs: np.ndarray) -> dict[tuple[str, ...], Record]:
     """What every Sinkhorn layer of the teacher attends to on a batch, by layer path.
 
     Args:
       teacher: a row whose model uses ``aj.linen.SinkhornAttention``.
-      images: inputs of the model, ``(batch, ...)``.
+      inputs: of the model, ``(batch, ...)``.
 
     Returns:
       From a tuple of names to a record with ``query``, ``key``, ``value``, ``bias``, ``mask`` in
       Flax's layout ``(..., length, heads, head_dim)``.
     """
-    _, state = teacher.model.apply(teacher.variables, images, mutable=[CAPTURE])
+    _, state = teacher.model.apply(teacher.variables, inputs, mutable=[CAPTURE])
     flat = flatten_dict(state[CAPTURE], is_leaf=lambda _, value: hasattr(value, "query"))
     return {path[:-1]: record for path, record in flat.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("attend", "reference", "key_mass", "plan_kl"))
 def case_metrics(
-    record, state, *, attend, reference, key_mass, plan_kl=False
+    record: Record,
+    state: aj.CompiledState | None,
+    *,
+    attend: Callable,
+    reference: Callable,
+    key_mass: str,
+    plan_kl: bool = False,
 ) -> dict[str, jax.Array]:
     """Fidelity and balance of one operator on one case.
 
@@ -76,7 +86,7 @@ def case_metrics(
     return values
 
 
-def marginals(record, key_mass: str):
+def marginals(record: Record, key_mass: str) -> tuple[jax.Array | None, jax.Array | None, Any]:
     """Active queries, active keys and the column sum that the convention asks for.
 
     Returns:
@@ -96,19 +106,27 @@ def case_values(
     rows: Sequence[Operator],
     teacher: Operator,
     recipe: Recipe,
-    images: np.ndarray,
-    report,
+    inputs: np.ndarray,
+    report: Callable[[int, str], None] = lambda done, note: None,
     *,
     plan_kl: bool = False,
 ) -> dict[str, dict[str, list[float]]]:
-    """``case_metrics`` of all cases, by row name and metric, in the order of the batches."""
-    found = {row.name: collections.defaultdict(list) for row in rows}
+    """``case_metrics`` of all cases, by row name and metric, in the order of the batches.
+
+    Args:
+      rows, teacher: what to measure, and the reference.
+      recipe: the teacher's.
+      inputs: of the model, ``(examples, ...)``.
+      report: called with the number of batches times rows done.
+      plan_kl: see ``case_metrics``.
+    """
+    values = {row.name: collections.defaultdict(list) for row in rows}
     done = 0
-    for start in range(0, len(images), BATCH_SIZE):
-        records = capture(teacher, images[start : start + BATCH_SIZE])
+    for batch in batches_of(inputs):
+        records = capture(teacher, batch)
         for row in rows:
             for path, record in records.items():
-                values = case_metrics(
+                measured = case_metrics(
                     record,
                     row.states.get(path),
                     attend=row.attend,
@@ -116,23 +134,87 @@ def case_values(
                     key_mass=recipe.spec.key_mass,
                     plan_kl=plan_kl,
                 )
-                for name, value in values.items():
-                    found[row.name][name].append(float(value))
+                for name, value in measured.items():
+                    values[row.name][name].append(float(value))
             done += 1
             report(done, f"attention under {row.name}")
-    return found
+    return values
 
 
-def attention_columns(
-    rows: Sequence[Operator], teacher: Operator, recipe: Recipe, images: np.ndarray, report
-) -> tuple[dict[str, dict[str, float]], int]:
-    """Means of ``case_metrics`` over all cases, by row name, and the number of cases."""
-    found = case_values(rows, teacher, recipe, images, report)
-    means = {
-        row: {name: float(np.mean(values)) for name, values in metrics.items()}
-        for row, metrics in found.items()
-    }
-    return means, len(found[rows[0].name]["rel_l2"])
+def batches_of(inputs: np.ndarray) -> list[np.ndarray]:
+    """The inputs cut into test batches; the last may be smaller."""
+    return [inputs[start : start + BATCH_SIZE] for start in range(0, len(inputs), BATCH_SIZE)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What was measured of one operator.
+
+    Attributes:
+      cases: ``case_metrics`` of all cases, by metric.
+      accuracy: share of examples classified correctly.
+      agreement: share of examples on which the prediction is the teacher's.
+      logit_kl: mean divergence of the teacher's answers from these.
+    """
+
+    cases: dict[str, list[float]]
+    accuracy: float
+    agreement: float
+    logit_kl: float
+
+    def mean(self, name: str) -> float:
+        """Mean of a metric over all cases."""
+        return float(np.mean(self.cases[name]))
+
+
+def figures(
+    rows: Sequence[Operator],
+    teacher: Operator,
+    recipe: Recipe,
+    test: Examples,
+    report: Callable[[int, str], None] = lambda done, note: None,
+    *,
+    plan_kl: bool = False,
+) -> dict[str, Figures]:
+    """Attention and answers of every operator on the same examples, by row name.
+
+    Args:
+      rows, teacher: what to measure, and the reference.
+      recipe: the teacher's.
+      test: examples with labels.
+      report: called with the number of steps done, ``num_steps`` of them.
+      plan_kl: see ``case_metrics``.
+    """
+    inputs = recipe.inputs.prepare(test)
+    cases = case_values(rows, teacher, recipe, inputs, report, plan_kl=plan_kl)
+    expected = answers(teacher, inputs)
+    result = {}
+    for done, row in enumerate(rows, num_steps(len(test), len(rows)) - len(rows) + 1):
+        logits = expected if row is teacher else answers(row, inputs)
+        result[row.name] = Figures(
+            cases=cases[row.name],
+            accuracy=accuracy(logits, test.labels),
+            agreement=float(aj.metrics.agreement(logits, expected)),
+            logit_kl=logit_kl(logits, expected),
+        )
+        report(done, f"answers under {row.name}")
+    return result
+
+
+def num_steps(num_examples: int, num_rows: int) -> int:
+    """Steps that ``figures`` reports: every row on every batch, then its answers."""
+    return (-(-num_examples // BATCH_SIZE) + 1) * num_rows
+
+
+@functools.cache  # equal models, such as those of several seeds, share their compiled programs
+def jitted(model: nn.Module) -> Callable:
+    """``model.apply``, jitted."""
+    return jax.jit(model.apply)
+
+
+def answers(row: Operator, inputs: np.ndarray) -> np.ndarray:
+    """Logits ``(examples, classes)`` of the whole model under one operator."""
+    return predict(jitted(row.model), row.variables, inputs, batch_size=BATCH_SIZE)
 
 
 def logit_kl(logits: np.ndarray, reference: np.ndarray) -> float:
@@ -147,7 +229,7 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def score_spread(record, *, spec: aj.SinkhornSpec) -> jax.Array:
+def score_spread(record: Record, *, spec: aj.SinkhornSpec) -> jax.Array:
     """Standard deviation of the scores that the mask lets through, mean over heads.
 
     Args:
@@ -171,7 +253,7 @@ def measure(
     more: Sequence[Operator] = (),
     budgets: tuple[int, ...] = operators.BUDGETS,
     rounds: int = 30,
-) -> Table:
+) -> FidelityTable:
     """The fidelity and speed table of one teacher.
 
     Args:
@@ -190,39 +272,29 @@ def measure(
     rows = operators.swaps(recipe, variables, budgets)
     rows += operators.compiled(recipe, compiled) if compiled is not None else []
     rows += [*more, teacher]
-    images = recipe.inputs.prepare(test)
-    batch = images[:BATCH_SIZE]
-    num_batches = -(-len(images) // BATCH_SIZE)
-    applies = {row.name: jax.jit(row.model.apply) for row in rows}
-    logits = {}
-    with progress.bar("measure", num_batches * len(rows) + len(rows) + rounds + 1) as report:
-        means, cases = attention_columns(rows, teacher, recipe, images, report)
-        done = num_batches * len(rows)
-        for row in rows:
-            logits[row.name] = teachers.predict(
-                applies[row.name], row.variables, images, batch_size=BATCH_SIZE
-            )
-            done += 1
-            report(done, f"accuracy of {row.name}")
+    batch = recipe.inputs.prepare(test.take(slice(BATCH_SIZE)))
+    steps = num_steps(len(test), len(rows))
+    with progress.bar("measure", steps + rounds + 1) as report:
+        measured = figures(rows, teacher, recipe, test, report)
         calls = {
-            row.name: functools.partial(applies[row.name], row.variables, batch) for row in rows
+            row.name: functools.partial(jitted(row.model), row.variables, batch) for row in rows
         }
         times = timing.interleaved(
-            calls, rounds=rounds, after_round=lambda index: report(done + index, "times")
+            calls, rounds=rounds, after_round=lambda index: report(steps + index, "times")
         )
-    reference = logits[teacher.name]
-    return Table(
+    cases = len(measured[teacher.name].cases["rel_l2"])
+    return FidelityTable(
         title=f"{recipe.name}: Sinkhorn teacher S={recipe.spec.num_steps} and its replacements",
         rows=tuple(
             Row(
-                name=row.name,
-                accuracy=teachers.accuracy(logits[row.name], test.labels),
-                agreement=float(aj.metrics.agreement(logits[row.name], reference)),
-                milliseconds=times[row.name],
-                ratio=times[row.name] / times[teacher.name],
-                **means[row.name],
+                name=name,
+                accuracy=one.accuracy,
+                agreement=one.agreement,
+                milliseconds=times[name],
+                ratio=times[name] / times[teacher.name],
+                **{metric: one.mean(metric) for metric in one.cases},
             )
-            for row in rows
+            for name, one in measured.items()
         ),
         facts={
             "data": f"{recipe.dataset}, {len(test)} test {test.unit}, none of them used to fit",

@@ -9,8 +9,9 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import asap_jax as aj
-from train import models
-from train.recipes.catalogue import Recipe
+from asap_jax.records import Record
+from train.models import factory
+from train.recipes.schema import Recipe
 
 BUDGETS = (2, 3, 4, 5)
 TEACHER = "teacher"
@@ -35,12 +36,12 @@ class Operator:
     attend: Callable[..., tuple[jax.Array, jax.Array]]
     states: Mapping[tuple[str, ...], aj.CompiledState] = dataclasses.field(default_factory=dict)
 
-    def at(self, path: tuple[str, ...], record) -> tuple[jax.Array, jax.Array]:
+    def at(self, path: tuple[str, ...], record: Record) -> tuple[jax.Array, jax.Array]:
         """``(output, weights)`` of the layer at ``path`` on what it recorded."""
         return self.attend(self.states.get(path), *inputs_of(record))
 
 
-def inputs_of(record) -> tuple:
+def inputs_of(record: Record) -> tuple:
     """Query, key, value, bias and mask of a capture record."""
     return record.query, record.key, record.value, record.bias, record.mask
 
@@ -92,7 +93,7 @@ def compiled_row(
     """Compiled variables as a row, with the ending ``closures``, or each layer's own."""
     ended = variables if closures is None else with_closures(variables, closures)
     return Operator(
-        name, models.build(recipe), ended, _attend_compiled(recipe.spec), _states(ended)
+        name, factory.build(recipe), ended, attend_compiled(recipe.spec), _states(ended)
     )
 
 
@@ -115,7 +116,7 @@ def _states(variables: dict) -> dict:
 
 def _softmax(name, recipe, variables) -> Operator:
     params = {"params": variables["params"]}
-    model = models.build(recipe, models.attention("softmax", recipe.spec))
+    model = factory.build(recipe, factory.attention("softmax", recipe.spec))
     return Operator(name, model, params, _attend_softmax)
 
 
@@ -125,7 +126,7 @@ def _attend_softmax(state, *inputs):
 
 def _sinkhorn(name, recipe, variables, spec) -> Operator:
     params = {"params": variables["params"]}
-    model = models.build(recipe, models.attention("sinkhorn", spec))
+    model = factory.build(recipe, factory.attention("sinkhorn", spec))
     return Operator(name, model, params, _attend_sinkhorn(spec))
 
 
@@ -138,7 +139,9 @@ def _attend_sinkhorn(spec):
 
 
 @functools.cache
-def _attend_compiled(spec):
+def attend_compiled(spec: aj.SinkhornSpec) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The ``attend`` of compiled layers, see ``Operator``."""
+
     def attend(state, *inputs):
         return aj.asap_attention(
             *inputs,

@@ -6,14 +6,14 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 
-from train.data.images import Examples
+from train.data.examples import Examples
 from train.evaluation import fidelity, operators
-from train.recipes.catalogue import Recipe
-from train.runtime.errors import need
+from train.recipes.schema import Recipe
+from train.reporting.figure import INK, SOFT, blank, save
 
 IMAGES = 50
-INK, GOOD, BAD, SOFT = "#1b2432", "#4f7cac", "#d1495b", "#8a94a6"
-TOLERANCE = 0.1  # a sum further than this from 1 is drawn in the colour of a fault
+GOOD, BAD = "#4f7cac", "#d1495b"
+TOLERANCE = 0.1  # a sum further than this from 1 is drawn in red
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +49,14 @@ def panels(recipe: Recipe, compiled: dict, test: Examples) -> tuple[list[Panel],
         cheap: f"Sinkhorn S={budget}",
         asap: "ASAP, no loop",
     }
-    images = recipe.pixels.normalise(test.images[:IMAGES])
+    images = recipe.inputs.normalise(test.values[:IMAGES])
     plans = {row: [] for row in titles}
     paths = []
     for path, record in fidelity.capture(teacher, images).items():
         paths.append(path)
-        for row, found in plans.items():
-            found.append(row.at(path, record)[1])
-    plans = {row: np.asarray(jnp.stack(found)) for row, found in plans.items()}
+        for row, by_layer in plans.items():
+            by_layer.append(row.at(path, record)[1])
+    plans = {row: np.asarray(jnp.stack(by_layer)) for row, by_layer in plans.items()}
     errors = {row: _rel_l2(plan, plans[teacher]) for row, plan in plans.items()}
     ratio = errors[cheap] / errors[asap]
     order = np.argsort(ratio, axis=None)
@@ -73,7 +73,7 @@ def draw(recipe: Recipe, compiled: dict, test: Examples, path: pathlib.Path) -> 
     Args:
       recipe: the teacher's.
       compiled: variables that ``aj.linen.compile`` made; they hold the teacher's parameters too.
-      test: test examples, of which the first are looked at.
+      test: test examples, of which the first are used.
       path: file to write.
 
     Returns:
@@ -81,18 +81,9 @@ def draw(recipe: Recipe, compiled: dict, test: Examples, path: pathlib.Path) -> 
     """
     chosen, image, where = panels(recipe, compiled, test)
     teacher = chosen[0].weights
-    figure = need("matplotlib.figure").Figure(figsize=(12, 7.6), dpi=150, facecolor="white")
-    grid = figure.add_gridspec(
-        2,
-        3,
-        height_ratios=(6, 5),
-        left=0.02,
-        right=0.98,
-        top=0.9,
-        bottom=0.02,
-        wspace=0.1,
-        hspace=0.12,
-    )
+    figure = blank(12, 7.6)
+    margins = dict(left=0.02, right=0.98, top=0.9, bottom=0.02, wspace=0.1, hspace=0.12)
+    grid = figure.add_gridspec(2, 3, height_ratios=(6, 5), **margins)
     darkest = np.sqrt(max(panel.weights.max() for panel in chosen))
     longest = max(panel.weights.sum(axis).max() for panel in chosen for axis in (0, 1))
     off = np.quantile(np.abs([panel.weights - teacher for panel in chosen[1:]]), 0.998)
@@ -103,17 +94,9 @@ def draw(recipe: Recipe, compiled: dict, test: Examples, path: pathlib.Path) -> 
     _draw_image(figure, grid[1, 0], recipe, test, image, where)
     title = "One attention head and what its rows and columns sum to"
     figure.text(0.02, 0.95, title, fontsize=15, color=INK, weight="bold")
-    figure.text(
-        0.98,
-        0.95,
-        f"bars: sums, line: 1, red: more than {TOLERANCE} off",
-        fontsize=10,
-        color=SOFT,
-        ha="right",
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    legend = f"bars: sums, line: 1, red: more than {TOLERANCE} off"
+    figure.text(0.98, 0.95, legend, fontsize=10, color=SOFT, ha="right")
+    return save(figure, path)
 
 
 def _rel_l2(plan: np.ndarray, reference: np.ndarray) -> np.ndarray:
@@ -165,7 +148,7 @@ def _draw_image(figure, place, recipe, test, index, where) -> None:
     """The image that the head looks at, cut into the patches that are its tokens."""
     inner = place.subgridspec(1, 2, width_ratios=(5, 1), wspace=0.03)
     axes = figure.add_subplot(inner[0])
-    pixels = test.images[index]
+    pixels = test.values[index]
     axes.imshow(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels, cmap="gray_r")
     height, width, _ = pixels.shape
     side = recipe.model.patch_size

@@ -5,6 +5,7 @@ attention.  Only the attention weights differ between families: the parameter tr
 softmax, Sinkhorn and every replacement, so one set of parameters serves them all.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -40,46 +41,65 @@ def patches(images: jax.Array, patch_size: int) -> jax.Array:
     return cut.reshape(*batch, rows * columns, patch_size * patch_size * channels)
 
 
+@dataclasses.dataclass(frozen=True)
+class ViTSizes:
+    """Sizes of a ``VisionTransformer``.
+
+    Attributes:
+      patch_size: side of a patch in pixels.
+      width: width of a token.
+      depth: number of blocks.
+      num_heads: heads per block.
+      head_dim: width of a head, free of the model's width.
+      mlp_dim: hidden width of the feed-forward part; 0 leaves it out (the paper's MNIST layer).
+      position_stddev: standard deviation of the positions and the class token at the start.
+      dropout: rate on the output of every part of a block.
+    """
+
+    patch_size: int
+    width: int
+    depth: int
+    num_heads: int
+    head_dim: int
+    mlp_dim: int
+    position_stddev: float = 0.02
+    dropout: float = 0.0
+
+
 class Block(nn.Module):
     """One pre-LN layer: ``x + attention(LN(x))``, then ``x + mlp(LN(x))`` unless ``mlp_dim`` is 0.
 
     Attributes:
-      num_heads: attention heads.
-      head_dim: width of a head, free of the model's width.
-      mlp_dim: hidden width of the feed-forward part; 0 leaves it out (the paper's MNIST layer).
+      sizes: of the model.
       attention: builds this layer's own ``attention_fn``.  It is a factory because a module that
         records or holds compiled state must not be shared by two layers.
       layer: index from 0, given to ``attention``.
-      dropout: rate on the output of both parts.
       dtype: of the computation; parameters are float32.
     """
 
-    num_heads: int
-    head_dim: int
-    mlp_dim: int
+    sizes: ViTSizes
     attention: AttentionFactory
     layer: int = 0
-    dropout: float = 0.0
     dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
         """Maps ``(..., tokens, width)`` to the same shape."""
-        width = x.shape[-1]
-        drop = nn.Dropout(self.dropout, deterministic=deterministic)
+        sizes, width = self.sizes, x.shape[-1]
+        drop = nn.Dropout(sizes.dropout, deterministic=deterministic)
         norm = lambda name: nn.LayerNorm(epsilon=1e-5, dtype=self.dtype, name=name)
         dense = lambda size, name: nn.Dense(size, dtype=self.dtype, name=name)
         attention = nn.MultiHeadDotProductAttention(
-            num_heads=self.num_heads,
-            qkv_features=self.num_heads * self.head_dim,
+            num_heads=sizes.num_heads,
+            qkv_features=sizes.num_heads * sizes.head_dim,
             out_features=width,
             attention_fn=self.attention(self.layer),
             dtype=self.dtype,
             name="attention",
         )
         x = x + drop(attention(norm("attention_norm")(x)))
-        if self.mlp_dim:
-            hidden = dense(self.mlp_dim, "mlp_in")(norm("mlp_norm")(x))
+        if sizes.mlp_dim:
+            hidden = dense(sizes.mlp_dim, "mlp_in")(norm("mlp_norm")(x))
             hidden = nn.gelu(hidden, approximate=False)
             x = x + drop(dense(width, "mlp_out")(hidden))
         return x
@@ -90,29 +110,15 @@ class VisionTransformer(nn.Module):
 
     Attributes:
       num_classes: width of the output.
-      patch_size: side of a patch in pixels.
-      width: width of a token.
-      depth: number of blocks.
-      num_heads: heads per block.
-      head_dim: width of a head.
-      mlp_dim: hidden width of the feed-forward part, 0 for none.
+      sizes: all its sizes.
       attention: builds one ``attention_fn`` per block from its index, for example
         ``lambda layer: aj.linen.SinkhornAttention(spec)``.
-      position_stddev: standard deviation of the positions and the class token at the start.
-      dropout: rate on the output of every part of a block.
       dtype: of the computation; parameters and logits are float32.
     """
 
     num_classes: int
-    patch_size: int
-    width: int
-    depth: int
-    num_heads: int
-    head_dim: int
-    mlp_dim: int
+    sizes: ViTSizes
     attention: AttentionFactory
-    position_stddev: float = 0.02
-    dropout: float = 0.0
     dtype: Any = jnp.float32
 
     @nn.compact
@@ -126,23 +132,16 @@ class VisionTransformer(nn.Module):
         Raises:
           ValueError: the patch size does not divide the image.
         """
-        start = nn.initializers.normal(self.position_stddev)
-        cut = patches(images, self.patch_size)
-        tokens = nn.Dense(self.width, dtype=self.dtype, name="patch_embedding")(cut)
+        sizes = self.sizes
+        start = nn.initializers.normal(sizes.position_stddev)
+        cut = patches(images, sizes.patch_size)
+        tokens = nn.Dense(sizes.width, dtype=self.dtype, name="patch_embedding")(cut)
         batch, count, width = tokens.shape
         cls = jnp.broadcast_to(self.param("cls", start, (1, 1, width)), (batch, 1, width))
         positions = self.param("positions", start, (1, count + 1, width))
         x = (jnp.concatenate([cls, tokens], axis=1) + positions).astype(self.dtype)
-        for layer in range(self.depth):
-            x = Block(
-                self.num_heads,
-                self.head_dim,
-                self.mlp_dim,
-                self.attention,
-                layer,
-                self.dropout,
-                self.dtype,
-                name=f"block_{layer}",
-            )(x, deterministic)
+        for layer in range(sizes.depth):
+            block = Block(sizes, self.attention, layer, self.dtype, name=f"block_{layer}")
+            x = block(x, deterministic)
         x = nn.LayerNorm(epsilon=1e-5, name="norm")(x[:, 0])
         return nn.Dense(self.num_classes, name="classifier")(x)

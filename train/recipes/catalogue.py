@@ -8,14 +8,24 @@ import dataclasses
 import asap_jax as aj
 from train.data.images import Pixels
 from train.data.text import Tokens
-from train.recipes.schema import FAMILIES, PRESETS, Encoder, Recipe, ViT, differences
+from train.models.text_encoder import EncoderSizes
+from train.models.vit import ViTSizes
+from train.recipes.schema import Recipe
 from train.runtime.errors import UserError
 
-__all__ = ["FAMILIES", "PRESETS", "RECIPES", "SMALL", "Encoder", "Recipe", "ViT", "differences"]
-
-_FASHION = Pixels(mean=(0.2860,), std=(0.3530,), shift=1, flip=True)
-_CIFAR = Pixels(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), shift=4, flip=True)
-_HALF = Pixels(mean=(0.5,) * 3, std=(0.5,) * 3, size=(224, 224), crop=True, flip=True)
+_FASHION = Pixels((28, 28, 1), mean=(0.2860,), std=(0.3530,), shift=1, flip=True)
+_CIFAR = Pixels(
+    (32, 32, 3), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), shift=4, flip=True
+)
+_HALF = Pixels((224, 224, 3), mean=(0.5,) * 3, std=(0.5,) * 3, crop=True, flip=True)
+_PAPER_VIT = ViTSizes(patch_size=4, width=128, depth=6, num_heads=8, head_dim=64, mlp_dim=128)
+_SMALL_VIT = ViTSizes(
+    patch_size=4, width=64, depth=4, num_heads=4, head_dim=16, mlp_dim=128, position_stddev=0.5
+)
+_PAPER_ENCODER = EncoderSizes(width=256, depth=6, num_heads=8, mlp_dim=1024)
+_SMALL_ENCODER = EncoderSizes(
+    width=64, depth=2, num_heads=4, mlp_dim=128, dropout=0.2, embedding_stddev=0.3
+)
 _PADDED_TEXT = aj.SinkhornSpec(num_steps=10, key_mass="unit", padding="self")
 _UNTRIED = "not measured (full size: for accelerators)"
 
@@ -25,17 +35,10 @@ DEMO = Recipe(
     cost="2 to 3 minutes on 2 CPU cores, table and picture included",
     expected="0.80 on the packaged 500 test images (0.798, 0.800, 0.802 for seeds 0, 1, 2)",
     dataset="fashion_mnist",
-    image_shape=(28, 28, 1),
     num_classes=10,
-    pixels=_FASHION,
-    model=ViT(
-        patch_size=4,
-        width=64,
-        depth=2,
-        num_heads=4,
-        head_dim=8,
-        mlp_dim=256,
-        position_stddev=0.5,
+    inputs=_FASHION,
+    model=ViTSizes(
+        patch_size=4, width=64, depth=2, num_heads=4, head_dim=8, mlp_dim=256, position_stddev=0.5
     ),
     spec=aj.SinkhornSpec(num_steps=10),
     epochs=50,
@@ -52,18 +55,9 @@ FASHION_MNIST = Recipe(
     cost="5 minutes on 2 CPU cores (12,000 images: 3,600 steps)",
     expected="0.858, 0.862, 0.858 on 10,000 test images (seeds 0, 1, 2)",
     dataset="fashion_mnist",
-    image_shape=(28, 28, 1),
     num_classes=10,
-    pixels=_FASHION,
-    model=ViT(
-        patch_size=4,
-        width=64,
-        depth=4,
-        num_heads=4,
-        head_dim=16,
-        mlp_dim=128,
-        position_stddev=0.5,
-    ),
+    inputs=_FASHION,
+    model=_SMALL_VIT,
     spec=aj.SinkhornSpec(num_steps=10),
     epochs=15,
     batch_size=50,
@@ -78,17 +72,10 @@ MNIST = Recipe(
     cost="not measured yet (20,000 images: 9,000 steps)",
     expected="not measured yet; the paper has 0.96 from 60,000 images",
     dataset="mnist",
-    image_shape=(28, 28, 1),
     num_classes=10,
-    pixels=Pixels(mean=(0.1307,), std=(0.3081,)),
-    model=ViT(
-        patch_size=7,
-        width=128,
-        depth=1,
-        num_heads=1,
-        head_dim=64,
-        mlp_dim=0,
-        position_stddev=1.0,
+    inputs=Pixels((28, 28, 1), mean=(0.1307,), std=(0.3081,)),
+    model=ViTSizes(
+        patch_size=7, width=128, depth=1, num_heads=1, head_dim=64, mlp_dim=0, position_stddev=1.0
     ),
     spec=aj.SinkhornSpec(num_steps=5),
     epochs=45,
@@ -104,10 +91,9 @@ CATS_VS_DOGS = Recipe(
     expected="not measured; the paper's Cats and Dogs table has the figures of the full set",
     dataset="cats_vs_dogs",
     splits=("train[:80%]", "train[80%:]"),
-    image_shape=(224, 224, 3),
     num_classes=2,
-    pixels=_HALF,
-    model=ViT(patch_size=16, width=128, depth=6, num_heads=8, head_dim=64, mlp_dim=128),
+    inputs=_HALF,
+    model=dataclasses.replace(_PAPER_VIT, patch_size=16),
     spec=aj.SinkhornSpec(num_steps=10),
     epochs=300,
     batch_size=64,
@@ -121,10 +107,9 @@ CIFAR10 = Recipe(
     cost=_UNTRIED,
     expected="not measured",
     dataset="cifar10",
-    image_shape=(32, 32, 3),
     num_classes=10,
-    pixels=_CIFAR,
-    model=ViT(patch_size=4, width=128, depth=6, num_heads=8, head_dim=64, mlp_dim=128),
+    inputs=_CIFAR,
+    model=_PAPER_VIT,
     spec=aj.SinkhornSpec(num_steps=10),
     epochs=50,
     batch_size=64,
@@ -139,8 +124,8 @@ AG_NEWS = Recipe(
     expected="not measured; the paper has 0.901 from 120,000 texts",
     dataset="ag_news_subset",
     num_classes=4,
-    tokens=Tokens(features=("title", "description"), vocab_size=16_000, length=128),
-    model=Encoder(width=256, depth=6, num_heads=8, mlp_dim=1024),
+    inputs=Tokens(features=("title", "description"), vocab_size=16_000, length=128),
+    model=_PAPER_ENCODER,
     spec=_PADDED_TEXT,
     epochs=15,
     batch_size=32,
@@ -154,8 +139,8 @@ IMDB = Recipe(
     expected="not measured; the paper's IMDb table has the figures of the full set",
     dataset="imdb_reviews",
     num_classes=2,
-    tokens=Tokens(features=("text",), vocab_size=16_000, length=512),
-    model=Encoder(width=256, depth=6, num_heads=8, mlp_dim=1024),
+    inputs=Tokens(features=("text",), vocab_size=16_000, length=512),
+    model=_PAPER_ENCODER,
     spec=dataclasses.replace(_PADDED_TEXT, num_steps=20),
     epochs=15,
     batch_size=32,
@@ -167,8 +152,8 @@ SMALL_AG_NEWS = dataclasses.replace(
     summary="2-layer text encoder with S=20 on AG News, 64 tokens",
     cost="2 minutes on 2 CPU cores (11,623 texts: 1,856 steps)",
     expected="0.848, 0.850, 0.856 on 7,600 test texts (seeds 0, 1, 2)",
-    tokens=Tokens(("title", "description"), vocab_size=8_000, length=64, unknown=0.15),
-    model=Encoder(width=64, depth=2, num_heads=4, mlp_dim=128, dropout=0.2, embedding_stddev=0.3),
+    inputs=Tokens(("title", "description"), vocab_size=8_000, length=64, unknown=0.15),
+    model=_SMALL_ENCODER,
     spec=dataclasses.replace(_PADDED_TEXT, num_steps=20),
     epochs=8,
     batch_size=50,
@@ -182,8 +167,8 @@ SMALL_IMDB = dataclasses.replace(
     summary="1-layer text encoder with S=20 on IMDb, 256 tokens",
     cost="7 minutes on 2 CPU cores (25,000 texts: 2,000 steps)",
     expected="0.846, 0.848, 0.849 on 20,000 test texts (seeds 0, 1, 2)",
-    tokens=Tokens(("text",), vocab_size=8_000, length=256, unknown=0.15),
-    model=Encoder(width=64, depth=1, num_heads=4, mlp_dim=128, dropout=0.2, embedding_stddev=0.3),
+    inputs=Tokens(("text",), vocab_size=8_000, length=256, unknown=0.15),
+    model=dataclasses.replace(_SMALL_ENCODER, depth=1),
     epochs=4,
     batch_size=50,
     learning_rate=1e-3,
@@ -196,15 +181,7 @@ SMALL_CIFAR10 = dataclasses.replace(
     summary="4-layer ViT with S=10 on CIFAR-10, patch 4",
     cost="12 minutes on 2 CPU cores (30,000 images: 3,600 steps)",
     expected="0.625, 0.636, 0.633 on 8,000 test images (seeds 0, 1, 2)",
-    model=ViT(
-        patch_size=4,
-        width=64,
-        depth=4,
-        num_heads=4,
-        head_dim=16,
-        mlp_dim=128,
-        position_stddev=0.5,
-    ),
+    model=_SMALL_VIT,
     epochs=12,
     batch_size=100,
     learning_rate=1e-3,
@@ -217,7 +194,7 @@ SMALL_MNIST = dataclasses.replace(
     summary="one layer, one head, attention and residual only, S=5, images moved by a pixel",
     cost="2 minutes on 2 CPU cores (20,000 images: 16,000 steps)",
     expected="0.956, 0.968, 0.967 on 10,000 test images (seeds 0, 1, 2)",
-    pixels=dataclasses.replace(MNIST.pixels, shift=1),
+    inputs=dataclasses.replace(MNIST.inputs, shift=1),
     epochs=80,
     drops=(60, 72),
     preset="small",
@@ -245,11 +222,11 @@ def find(name: str, preset: str | None = None) -> Recipe:
     """
     if name not in RECIPES:
         raise UserError(f"no recipe {name!r}: choose one of {', '.join(sorted(RECIPES))}")
-    found = SMALL.get(name) if preset == "small" else RECIPES[name]
-    if found is None or preset not in (None, found.preset):
-        there = sorted({known[name].preset for known in (RECIPES, SMALL) if name in known})
-        raise UserError(f"recipe {name!r} has no preset {preset!r}, only {', '.join(there)}")
-    return found
+    recipe = SMALL.get(name) if preset == "small" else RECIPES[name]
+    if recipe is None or preset not in (None, recipe.preset):
+        known = sorted({size[name].preset for size in (RECIPES, SMALL) if name in size})
+        raise UserError(f"recipe {name!r} has no preset {preset!r}, only {', '.join(known)}")
+    return recipe
 
 
 def listed() -> list[Recipe]:

@@ -1,7 +1,7 @@
 """What a recipe is: everything that decides a training run, as one frozen value.
 
 A recipe is stored in every checkpoint as JSON and compared when a run is resumed.  The recipes
-themselves are in ``train.recipes``.
+themselves are in ``train.recipes.catalogue``.
 """
 
 import dataclasses
@@ -14,44 +14,12 @@ import numpy as np
 import asap_jax as aj
 from train.data.images import Pixels
 from train.data.text import Tokens
+from train.models.text_encoder import EncoderSizes
+from train.models.vit import ViTSizes
 
 FAMILIES = ("sinkhorn", "softmax", "diff", "esp", "esp_annealed")
 PRESETS = ("full", "small")
 DTYPES = ("float32", "bfloat16")
-
-
-@dataclasses.dataclass(frozen=True)
-class ViT:
-    """Sizes of a ``train.models.vit.VisionTransformer``; see there for each."""
-
-    patch_size: int
-    width: int
-    depth: int
-    num_heads: int
-    head_dim: int
-    mlp_dim: int
-    position_stddev: float = 0.02
-    dropout: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Encoder:
-    """Sizes and options of a ``train.models.text.TextEncoder``; see there for each."""
-
-    width: int
-    depth: int
-    num_heads: int
-    mlp_dim: int
-    dropout: float = 0.1
-    embedding_stddev: float = 1.0
-    random_positions: bool = False
-    double_softmax: bool = False
-    pool_pads: bool = False
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.width // self.num_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +32,17 @@ class Recipe:
       cost: how long it takes, and on what.
       expected: test accuracy to expect, and on how much data.
       dataset: name in the TFDS catalogue.
+      inputs: what an image or a text becomes: normalised pixels, or tokens.
       num_classes: labels.
       model: sizes of the model.
       spec: the Sinkhorn teacher's convention; the other families take the meaning of masks from it.
       epochs: passes over the training split.
       batch_size: examples a step.
       learning_rate: Adam's, at the start.
-      pixels: of an image recipe: normalisation and augmentation.
-      image_shape: of an image recipe: height, width, channels.
-      tokens: of a text recipe: what is cut into how many tokens.
       splits: TFDS splits to train and to test on.
       drops: epochs after which the learning rate is divided by ten.
-      attention: family of the attention weights, see ``train.models.attention``; ``"softmax"`` is
-        the twin without column balance.
+      attention: family of the attention weights, see ``train.models.factory.attention``;
+        ``"softmax"`` is the twin without column balance.
       compute_dtype: ``"float32"`` or ``"bfloat16"`` (mixed precision: parameters, optimiser,
         attention scores and loss stay float32).
       accumulate: parts a batch is cut into, one after the other, to save memory.
@@ -89,15 +55,13 @@ class Recipe:
     cost: str
     expected: str
     dataset: str
+    inputs: Pixels | Tokens
     num_classes: int
-    model: ViT | Encoder
+    model: ViTSizes | EncoderSizes
     spec: aj.SinkhornSpec
     epochs: int
     batch_size: int
     learning_rate: float
-    pixels: Pixels | None = None
-    image_shape: tuple[int, ...] = ()
-    tokens: Tokens | None = None
     splits: tuple[str, str] = ("train", "test")
     drops: tuple[int, ...] = ()
     attention: str = "sinkhorn"
@@ -114,15 +78,16 @@ class Recipe:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} must be one of {known}")
-        if (self.pixels is None) == (self.tokens is None):
-            raise ValueError("a recipe has either pixels (images) or tokens (texts)")
+        kind = EncoderSizes if self.is_text else ViTSizes
+        if not isinstance(self.model, kind):
+            raise ValueError(f"a recipe of {type(self.inputs).__name__} needs {kind.__name__}")
         for name in ("epochs", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate {self.learning_rate} must be above 0")
-        if self.tokens is None:
-            patch, sides = self.model.patch_size, self.image_shape[:2]
+        if not self.is_text:
+            patch, sides = self.model.patch_size, self.inputs.shape[:2]
             if patch < 1 or any(side % patch for side in sides):
                 raise ValueError(
                     f"patch_size {patch} must divide the {sides[0]}x{sides[1]} pixels of an image"
@@ -133,14 +98,13 @@ class Recipe:
             )
 
     @property
-    def inputs(self) -> Pixels | Tokens:
-        """How an example becomes an input of the model."""
-        return self.pixels if self.tokens is None else self.tokens
+    def is_text(self) -> bool:
+        """Whether it reads texts; otherwise images."""
+        return isinstance(self.inputs, Tokens)
 
     def example_inputs(self, count: int = 1) -> np.ndarray:
         """Inputs that only lend their shape and dtype."""
-        shape = self.image_shape if self.tokens is None else self.tokens.shape
-        return np.zeros((count, *shape), self.inputs.dtype)
+        return np.zeros((count, *self.inputs.shape), self.inputs.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as plain dicts, lists, numbers and strings."""
@@ -175,13 +139,13 @@ def _dataclass_for(hint, stored: Mapping):
     return next(kind for kind in kinds if set(stored) <= names(kind))
 
 
-def differences(stored: Recipe, asked: Recipe) -> list[str]:
+def differences(stored: Recipe, requested: Recipe) -> list[str]:
     """Names of the settings in which two recipes differ, with both values; texts do not count."""
     lines = []
     for field in dataclasses.fields(Recipe):
         if field.name in ("summary", "cost", "expected"):
             continue
-        old, new = getattr(stored, field.name), getattr(asked, field.name)
+        old, new = getattr(stored, field.name), getattr(requested, field.name)
         if old != new:
             lines.append(f"{field.name} was {old!r} and is now {new!r}")
     return lines

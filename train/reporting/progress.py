@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from train.runtime import devices
 from train.runtime.errors import need
@@ -11,7 +12,7 @@ PLAIN_EVERY = 10.0
 WIDTH = 100  # of output to a file or a pipe
 
 
-def console():
+def console() -> Any:
     """The rich console all output of the command line goes to."""
     screen = need("rich.console").Console(highlight=False, soft_wrap=True)
     if not screen.is_terminal:

@@ -1,133 +1,143 @@
-"""The fidelity table as a value, and its three forms: for the terminal, Markdown and JSON."""
+"""The one writer of tables: on a terminal, as Markdown and as JSON."""
 
 import dataclasses
 import json
+import math
 import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from train.runtime.errors import need
-
-COLUMNS = {
-    "accuracy": ("test accuracy", "{:.3f}"),
-    "agreement": ("agreement with teacher", "{:.3f}"),
-    "rel_l2": ("attention rel-l2", "{:.3f}"),
-    "output_rmse": ("output RMSE", "{:.3f}"),
-    "row_error": ("row error", "{:.3f}"),
-    "column_error": ("column error", "{:.3f}"),
-    "milliseconds": ("ms per batch", "{:.1f}"),
-    "ratio": ("time / teacher", "{:.2f}"),
-}
-"""Field of ``Row``: heading and format."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One way to run the trained model.
-
-    Attributes:
-      name: the operator.
-      accuracy: share of test examples classified rightly.
-      agreement: share of test examples on which the prediction is the teacher's.
-      rel_l2: relative Frobenius distance of the attention weights from the teacher's.
-      output_rmse: root mean square difference of the head outputs.
-      row_error, column_error: mean distance of the weights' row and column sums from their target.
-      milliseconds: one forward pass of the whole model.
-      ratio: that over the teacher's.
-    """
-
-    name: str
-    accuracy: float
-    agreement: float
-    rel_l2: float
-    output_rmse: float
-    row_error: float
-    column_error: float
-    milliseconds: float
-    ratio: float
-
-    def cells(self) -> list[str]:
-        """The row as texts, name first."""
-        return [self.name] + [
-            form.format(getattr(self, field)) for field, (_, form) in COLUMNS.items()
-        ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A fidelity table.
+    """Cells under headings.
 
     Attributes:
-      title: what was measured.
-      rows: in the order they are printed.
-      facts: what it was measured on and with which command.
+      headings: one a column.
+      rows: cells, one a heading.
+      title: above the table; empty for none.
+      facts: what this table was measured on, below it.
+      num_names: leading columns that hold names; the others hold numbers, aligned right.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    num_names: int = 1
+
+    def markdown(self) -> str:
+        """The cells as a Markdown table."""
+        numbers = len(self.headings) - self.num_names
+        lines = [
+            f"| {' | '.join(self.headings)} |",
+            f"|{' --- |' * self.num_names}{' ---: |' * numbers}",
+            *(f"| {' | '.join(cells)} |" for cells in self.rows),
+        ]
+        return "\n".join(lines)
+
+    def print(self, console: Any, *, gap: int = 2) -> None:
+        """Prints the cells to a rich console, ``gap`` (1 or 2) apart, and the facts.
+
+        Nothing is cut off: where the table is wider than the console its lines are longer.
+        """
+        drawn = need("rich.table").Table(
+            title=self.title,
+            title_style="bold",
+            box=need("rich.box").SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 0, 0, gap - 1),
+        )
+        for index, heading in enumerate(self.headings):
+            if index < self.num_names:
+                drawn.add_column(heading, no_wrap=True)
+            else:
+                drawn.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
+        for cells in self.rows:
+            drawn.add_row(*cells)
+        unlimited = console.options.update(max_width=10_000)
+        needed = need("rich.measure").Measurement.get(console, unlimited, drawn).maximum
+        width = console.width
+        console.width = max(needed, width)
+        console.print(drawn, soft_wrap=False)
+        console.width = width
+        print_facts(console, self.facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Tables with their facts, and the numbers behind them.
+
+    Attributes:
+      title: of the whole.
+      tables: in the order they are printed.
+      facts: what holds for all tables, such as the machine and the command.
+      values: what the JSON file holds beside title and facts.
     """
 
     title: str
-    rows: tuple[Row, ...]
-    facts: dict[str, str]
+    tables: Sequence[Table]
+    facts: Mapping[str, str]
+    values: Mapping[str, Any]
 
-    def row(self, name: str) -> Row:
-        """The row of that name (KeyError when there is none)."""
-        return {row.name: row for row in self.rows}[name]
+    def text(self) -> str:
+        """The tables as Markdown without the title."""
+        parts = []
+        for table in self.tables:
+            parts += [f"## {table.title}"] if table.title else []
+            parts += [table.markdown()]
+            parts += [_listed(table.facts)] if table.facts else []
+        if any(table.facts for table in self.tables):
+            parts.append("## All tables")
+        return "\n\n".join([*parts, self.facts_text()])
 
-    def print(self, console) -> None:
-        """Prints it to a rich console."""
-        headings = ["attention", *(heading for heading, _ in COLUMNS.values())]
-        draw(console, self.title, headings, [row.cells() for row in self.rows])
-        for name, fact in self.facts.items():
-            console.print(f"{name}: {fact}", markup=False)
+    def facts_text(self) -> str:
+        """The facts as a Markdown list."""
+        return _listed(self.facts)
 
-    def markdown(self) -> str:
-        """The table as Markdown, its facts below it."""
-        headings = ["attention", *(heading for heading, _ in COLUMNS.values())]
-        lines = [
-            f"# {self.title}",
-            "",
-            *markdown_lines(headings, [row.cells() for row in self.rows]),
-            "",
-            *(f"- {name}: {fact}" for name, fact in self.facts.items()),
-        ]
-        return "\n".join(lines) + "\n"
+    def print(self, console: Any, *, gap: int = 2) -> None:
+        """Prints the tables and the facts to a rich console."""
+        for table in self.tables:
+            table = table if table.title else dataclasses.replace(table, title=self.title)
+            table.print(console, gap=gap)
+            if table.facts:
+                console.print()
+        print_facts(console, self.facts)
 
-    def write(
-        self, folder: pathlib.Path, name: str = "fidelity"
-    ) -> tuple[pathlib.Path, pathlib.Path]:
+    def write(self, folder: pathlib.Path, name: str) -> tuple[pathlib.Path, pathlib.Path]:
         """Writes ``NAME.md`` and ``NAME.json`` into ``folder`` and returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         text, values = folder / f"{name}.md", folder / f"{name}.json"
-        text.write_text(self.markdown())
-        values.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        text.write_text(f"# {self.title}\n\n{self.text()}\n")
+        stored = {"title": self.title, **self.values, "facts": self.facts}
+        values.write_text(json.dumps(plain(stored), indent=1, allow_nan=False) + "\n")
         return text, values
 
-
-def draw(console, title: str, headings: list[str], rows: list[list[str]], *, gap: int = 2) -> None:
-    """Prints cells to a rich console, ``gap`` (1 or 2) apart: names, then columns of numbers.
-
-    Nothing is cut off: where the table is wider than the console its lines are longer.
-    """
-    drawn = need("rich.table").Table(
-        title=title,
-        title_style="bold",
-        box=need("rich.box").SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 0, 0, gap - 1),
-    )
-    drawn.add_column(headings[0], no_wrap=True)
-    for heading in headings[1:]:
-        drawn.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
-    for cells in rows:
-        drawn.add_row(*cells)
-    unlimited = console.options.update(max_width=10_000)
-    needed = need("rich.measure").Measurement.get(console, unlimited, drawn).maximum
-    width = console.width
-    console.width = max(needed, width)
-    console.print(drawn, soft_wrap=False)
-    console.width = width
+    def print_and_write(self, folder: pathlib.Path | None, name: str) -> None:
+        """Prints the Markdown, which needs no rich, and writes it if there is a folder."""
+        print(self.text())
+        if folder is not None:
+            self.write(folder, name)
 
 
-def markdown_lines(headings: list[str], rows: list[list[str]]) -> list[str]:
-    """The same as lines of a Markdown table."""
-    return [
-        f"| {' | '.join(headings)} |",
-        f"| --- |{' ---: |' * (len(headings) - 1)}",
-        *(f"| {' | '.join(cells)} |" for cells in rows),
-    ]
+def print_facts(console: Any, facts: Mapping[str, str]) -> None:
+    """Prints a line for each fact."""
+    for name, fact in facts.items():
+        console.print(f"{name}: {fact}", markup=False)
+
+
+def _listed(facts: Mapping[str, str]) -> str:
+    return "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
+
+
+def plain(value: Any) -> Any:
+    """``value`` for JSON: dataclasses as dicts; infinities and NaN, which it lacks, as text."""
+    if dataclasses.is_dataclass(value):
+        return plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

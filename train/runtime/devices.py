@@ -2,8 +2,8 @@
 
 Three ways with one interface: ``Sharded`` (``jax.jit`` over a mesh, the default), ``Mapped``
 (``jax.pmap``) and ``Alone`` (one device).  Parameters and optimiser state are whole on every
-device; each takes an equal share of the batch.  Losses and gradients are those of one device but
-for rounding; dropout is the same under ``Sharded`` and drawn apart on every device under
+device; each takes an equal share of the batch.  Losses and gradients are those of one device up to
+rounding; dropout is the same under ``Sharded`` and drawn separately on every device under
 ``Mapped``.
 
 Hosts are JAX processes (``connect``).  Each feeds its own devices with its own rows of the batch.
@@ -23,76 +23,13 @@ from train.runtime.errors import UserError
 AXIS = "batch"
 
 
-class Sharded:
-    """``jax.jit`` over a mesh of all devices; the compiler adds the sums across them."""
-
-    name = "jit"
-
-    def __init__(self, batch_size: int):
-        """Raises UserError unless the devices divide ``batch_size``."""
-        _check_divides(batch_size)
-        mesh = Mesh(np.array(jax.devices()), (AXIS,))
-        self._whole = NamedSharding(mesh, PartitionSpec())
-        self._rows = NamedSharding(mesh, PartitionSpec(AXIS))
-
-    def compile(self, step: Callable) -> Callable:
-        """The step, jitted; the old state's buffers are reused."""
-        return jax.jit(step, donate_argnums=0, out_shardings=self._whole)
-
-    def place(self, state: Any) -> Any:
-        """A state of host arrays, whole on every device."""
-        put = lambda x: jax.make_array_from_process_local_data(self._whole, np.asarray(x))
-        return jax.tree.map(put, state)
-
-    def feed(self, rows: np.ndarray) -> jax.Array:
-        """This host's rows of the batch, shared out among its devices."""
-        return jax.make_array_from_process_local_data(self._rows, rows)
-
-    def read(self, tree: Any) -> Any:
-        """What the step gave, as host arrays."""
-        return jax.tree.map(np.asarray, tree)
-
-
-class Mapped:
-    """``jax.pmap``: every device runs the step on its rows and averages over the axis."""
-
-    name = "pmap"
-
-    def __init__(self, batch_size: int):
-        """Raises UserError unless the devices divide ``batch_size``."""
-        _check_divides(batch_size)
-        self._count = jax.local_device_count()
-
-    def compile(self, step: Callable) -> Callable:
-        """The step, mapped; the old state's buffers are reused."""
-        mapped = functools.partial(step, axis_name=AXIS)
-        return jax.pmap(mapped, axis_name=AXIS, donate_argnums=0)
-
-    def place(self, state: Any) -> Any:
-        """A state of host arrays, once for every device along a new leading axis."""
-        repeat = lambda x: np.broadcast_to(np.asarray(x), (self._count, *np.shape(x)))
-        return jax.pmap(lambda x: x, axis_name=AXIS)(jax.tree.map(repeat, state))
-
-    def feed(self, rows: np.ndarray) -> np.ndarray:
-        """This host's rows of the batch as ``(devices, rows a device, ...)``."""
-        return rows.reshape(self._count, -1, *rows.shape[1:])
-
-    def read(self, tree: Any) -> Any:
-        """What the step gave, as host arrays; the first device of this host speaks for all."""
-        return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
-
-
 class Alone:
     """The first device and plain ``jax.jit``: what the other ways are compared with."""
 
     name = "alone"
 
     def __init__(self, batch_size: int):
-        """Any ``batch_size`` will do.
-
-        Raises:
-          UserError: the run has several processes.
-        """
+        """Raises UserError where this way cannot share out ``batch_size``."""
         if jax.process_count() > 1:
             raise UserError("--parallel alone is for one process: leave --coordinator out")
         self._device = jax.local_devices()[0]
@@ -102,16 +39,66 @@ class Alone:
         return jax.jit(step, donate_argnums=0)
 
     def place(self, state: Any) -> Any:
-        """A state of host arrays, on the device."""
+        """A state of host arrays, whole on every device."""
         return jax.device_put(state, self._device)
 
     def feed(self, rows: np.ndarray) -> jax.Array:
-        """The batch, on the device."""
+        """This host's rows of the batch, shared out among its devices."""
         return jax.device_put(rows, self._device)
 
     def read(self, tree: Any) -> Any:
-        """What the step gave, as host arrays."""
+        """The step's results as host arrays."""
         return jax.tree.map(np.asarray, tree)
+
+
+class Sharded(Alone):
+    """``jax.jit`` over a mesh of all devices; the compiler adds the sums across them."""
+
+    name = "jit"
+
+    def __init__(self, batch_size: int):
+        _check_divides(batch_size)
+        mesh = Mesh(np.array(jax.devices()), (AXIS,))
+        self._whole = NamedSharding(mesh, PartitionSpec())
+        self._rows = NamedSharding(mesh, PartitionSpec(AXIS))
+
+    def compile(self, step: Callable) -> Callable:  # noqa: D102
+        return jax.jit(step, donate_argnums=0, out_shardings=self._whole)
+
+    def place(self, state: Any) -> Any:  # noqa: D102
+        put = lambda x: jax.make_array_from_process_local_data(self._whole, np.asarray(x))
+        return jax.tree.map(put, state)
+
+    def feed(self, rows: np.ndarray) -> jax.Array:  # noqa: D102
+        return jax.make_array_from_process_local_data(self._rows, rows)
+
+
+class Mapped(Alone):
+    """``jax.pmap``: every device runs the step on its rows and averages over the axis.
+
+    A state has a leading axis of devices, and rows become ``(devices, rows a device, ...)``.
+    """
+
+    name = "pmap"
+
+    def __init__(self, batch_size: int):
+        _check_divides(batch_size)
+        self._count = jax.local_device_count()
+
+    def compile(self, step: Callable) -> Callable:  # noqa: D102
+        mapped = functools.partial(step, axis_name=AXIS)
+        return jax.pmap(mapped, axis_name=AXIS, donate_argnums=0)
+
+    def place(self, state: Any) -> Any:  # noqa: D102
+        repeat = lambda x: np.broadcast_to(np.asarray(x), (self._count, *np.shape(x)))
+        return jax.pmap(lambda x: x, axis_name=AXIS)(jax.tree.map(repeat, state))
+
+    def feed(self, rows: np.ndarray) -> np.ndarray:  # noqa: D102
+        return rows.reshape(self._count, -1, *rows.shape[1:])
+
+    def read(self, tree: Any) -> Any:
+        """The step's results on this host's first device, which are those of all."""
+        return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
 
 
 WAYS = {way.name: way for way in (Sharded, Mapped, Alone)}

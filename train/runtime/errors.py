@@ -1,13 +1,13 @@
-"""Modules of the ``train`` extra, imported only when they are needed."""
+"""Errors for a person, and modules of the ``train`` extra, imported when they are needed."""
 
 import importlib
 import types
 
-CURE = "pip install 'asap_jax[train]'"
+INSTALL = "pip install 'asap_jax[train]'"
 
 
 class UserError(Exception):
-    """A fault that the person at the command line can mend; its text says how, in one line."""
+    """An error that the person at the command line can fix; its text says how, in one line."""
 
 
 def need(module: str) -> types.ModuleType:
@@ -26,4 +26,4 @@ def need(module: str) -> types.ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as fault:
         missing = fault.name or module
-        raise UserError(f"the module {missing} is not installed: run {CURE}") from fault
+        raise UserError(f"the module {missing} is not installed: run {INSTALL}") from fault

@@ -8,24 +8,29 @@ import sys
 import jax
 
 ALLOCATOR = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
-"""Variables that decide whether a freed array's memory is kept: getting it again costs time."""
+"""Variables that decide whether freed memory stays with the process."""
 
 
 def facts() -> dict[str, str]:
-    """Processor, cores, devices, versions, the allocator's settings and the command given."""
+    """Processor, cores, devices, versions, the allocator's settings and the command."""
     devices = jax.devices()
-    found = {
+    known = {
         "machine": f"{processor()}, {cores()} cores, {platform.system()}",
         "device": f"{len(devices)} {devices[0].device_kind}",
         "versions": f"Python {platform.python_version()}, JAX {jax.__version__}",
     }
     if settings := " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k in ALLOCATOR):
-        found["allocator"] = settings
-    return {**found, "command": command()}
+        known["allocator"] = settings
+    return {**known, "command": command()}
+
+
+def line() -> str:
+    """The facts in one line."""
+    return "; ".join(f"{name}: {value}" for name, value in facts().items())
 
 
 def processor() -> str:
-    """The processor's name, or its architecture where the system does not tell."""
+    """The processor's name, or its architecture where the system does not say."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

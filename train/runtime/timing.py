@@ -16,13 +16,14 @@ def compiled(function: Callable, *arguments) -> tuple[float, Callable]:
 
 def interleaved(calls: Mapping[str, Callable[[], object]], **settings) -> dict[str, float]:
     """Median milliseconds per call of each candidate; arguments as of ``samples``."""
-    return {name: statistics.median(some) for name, some in samples(calls, **settings).items()}
+    return {name: statistics.median(taken) for name, taken in samples(calls, **settings).items()}
 
 
 def samples(
     calls: Mapping[str, Callable[[], object]],
     *,
     rounds: int = 30,
+    at_most: float | None = None,
     after_round: Callable[[int], None] = lambda index: None,
 ) -> dict[str, list[float]]:
     """Milliseconds of every timed call of each candidate.
@@ -33,21 +34,34 @@ def samples(
     Args:
       calls: from a name to a function that returns JAX arrays; it is waited for.
       rounds: timed calls of each candidate.
+      at_most: seconds to spend on a candidate: a slow one is called in fewer rounds, and the
+        warm-up of one slower than this, compiled already, is its measurement.
       after_round: called with the number of rounds done, warm-up included.
 
     Returns:
-      From the names to milliseconds, one for each round.
+      From the names to milliseconds, one for each call.
     """
-    for call in calls.values():
-        jax.block_until_ready(call())
+    warm = {name: _milliseconds(call) for name, call in calls.items()}
     after_round(1)
+    left = dict.fromkeys(calls, rounds)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    if at_most is not None:
+        for name, taken in warm.items():
+            if taken >= 1e3 * at_most:
+                left[name], times[name] = 0, [taken]
+            else:
+                left[name] = max(1, min(rounds, int(1e3 * at_most / max(taken, 1.0))))
     names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
-            start = time.perf_counter()
-            jax.block_until_ready(calls[name]())
-            times[name].append(1e3 * (time.perf_counter() - start))
+            if index < left[name]:
+                times[name].append(_milliseconds(calls[name]))
         after_round(index + 2)
     return times
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return 1e3 * (time.perf_counter() - start)

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import asap_jax as aj
-from train.data.images import Examples
+from train.data.examples import Examples
 from train.evaluation import compile_teacher, operators
-from train.evaluation.moment_rows import counted, moment_rows
 from train.evaluation.operators import Operator
 from train.training.teacher import Teacher
 
@@ -36,45 +35,38 @@ def entries(
 
     Args:
       trained: a teacher of two Sinkhorn steps or more.
-      examples: the training split; labels are not looked at.
+      examples: the training split; labels are not used.
       num_images: calibration examples.
-      candidates: of the automatic recipe, which keeps the best whatever time it takes.
+      candidates: of the automatic fit, which takes the best whatever time it needs.
       report: called with the number of fits done.
     """
     recipe, spec = trained.recipe, trained.recipe.spec
     budgets = tuple(steps for steps in BUDGETS if steps < spec.num_steps)
     counts = closure_counts(spec)
     softmax, *sinkhorn = operators.swaps(recipe, trained.variables, budgets)
-    found = [Entry(softmax, "softmax", 1, "row")]
+    result = [Entry(softmax, "softmax", 1, "row")]
     for steps, row in zip(budgets, sinkhorn, strict=True):
         ends = dataclasses.replace(spec, num_steps=steps).last_step
-        found.append(Entry(row, "Sinkhorn", steps, ends))
+        result.append(Entry(row, "Sinkhorn", steps, ends))
     fit = lambda options: compile_teacher.compile_teacher(
         trained, examples, options, num_images=num_images
     )
-    paper = fit(aj.Options(seed=trained.seed))
+    paper = fit(aj.Options(fit="paper", seed=trained.seed))
     rows = operators.compiled(recipe, paper.variables)
-    found += [compiled_entry(row, "ASAP (paper)", spec) for row in rows]
+    result += [compiled_entry(row, "ASAP (paper)", spec) for row in rows]
     report(1, "ASAP")
-    rows = moment_rows(trained, examples, counts, num_images)
-    found += [compiled_entry(row, "Moments", spec) for row in rows]
+    rows = compile_teacher.moment_rows(trained, examples, counts, num_images)
+    result += [compiled_entry(row, "Moments", spec) for row in rows]
     report(2, "moments")
     for done, count in enumerate(counts, 3):
-        options = aj.Options(
-            seed=trained.seed,
-            recipe="auto",
-            closures=count,
-            ladder=(count,),
-            candidates=candidates,
-            time_limit=None,
-        )
-        result = fit(options)
-        name = counted("Auto", count)
-        row = operators.compiled_row(name, recipe, result.variables, count)
-        chosen = {path: str(one.fit["candidate"]) for path, one in result.report.layers.items()}
-        found.append(compiled_entry(row, "Auto", spec, chosen))
+        automatic = aj.AutoFit(candidates=tuple(candidates), ladder=(count,), time_limit=None)
+        compiled = fit(aj.Options(fit=automatic, closures=count, seed=trained.seed))
+        name = compile_teacher.counted("Auto", count)
+        row = operators.compiled_row(name, recipe, compiled.variables, count)
+        chosen = {path: str(one.fit["candidate"]) for path, one in compiled.report.layers.items()}
+        result.append(compiled_entry(row, "Auto", spec, chosen))
         report(done, name)
-    return found
+    return result
 
 
 def closure_counts(spec: aj.SinkhornSpec) -> list[int]:
@@ -87,7 +79,6 @@ def compiled_entry(
 ) -> Entry:
     """The entry of a compiled row; all its layers have the same closures."""
     state = next(iter(row.states.values()))
-    side = state.predictor.side
-    count = aj.attention.num_closures(state.closures, side, spec)
-    ends = "column" if (side == "query") == (count % 2 == 1) else "row"
+    count = aj.attention.num_closures(state.closures, state.predictor.side, spec)
+    ends = "column" if state.closures == "one_sided" else spec.last_step
     return Entry(row, family, count, ends, chosen or {})

@@ -28,7 +28,7 @@ def score_products(
     side = predictor.side
     total = _prediction(predictor, lengths[side], lengths[OTHER[side]], head_dim)
     for correction in predictor.corrections:
-        side = OTHER[side]  # the side of the dual that the closure gave
+        side = OTHER[side]  # the side of the dual after the closure
         own, other = lengths[side], lengths[OTHER[side]]
         total += own  # times the coefficient of that dual
         total += sum(_family(f, own, other, head_dim, True) for f in correction.features)

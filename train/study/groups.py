@@ -1,4 +1,4 @@
-"""Which teachers a study takes, and which of them differ in nothing but the seed."""
+"""Which teachers a study takes, and which of them differ only in the seed."""
 
 import collections
 import dataclasses
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from train.recipes.schema import Recipe
 from train.runtime.errors import UserError
-from train.training import teacher as teachers
-from train.training.teacher import Teacher
+from train.training.teacher import Teacher, load_teacher
 
 
 def load(folders: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, Teacher]]:
@@ -19,11 +18,11 @@ def load(folders: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, Teacher]]:
     """
     if not folders:
         raise UserError(
-            "no run folder was given: train teachers with `python -m train train RECIPE --seed N` "
+            "there is no run folder: train teachers with `python -m train train RECIPE --seed N` "
             "and name their run folders"
         )
-    found = [(folder, teachers.load(folder)) for folder in folders]
-    for folder, trained in found:
+    teachers = [(folder, load_teacher(folder)) for folder in folders]
+    for folder, trained in teachers:
         recipe = trained.recipe
         if recipe.attention != "sinkhorn":
             raise UserError(
@@ -35,13 +34,13 @@ def load(folders: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, Teacher]]:
                 f"{folder} has a budget of 1 Sinkhorn step, which is softmax: leave it out, or "
                 f"train it with --num-steps 2 or more"
             )
-    return found
+    return teachers
 
 
 def groups_of(
-    found: Sequence[tuple[pathlib.Path, Teacher]],
+    teachers: Sequence[tuple[pathlib.Path, Teacher]],
 ) -> dict[str, list[tuple[pathlib.Path, Teacher]]]:
-    """Teachers of one recipe together, under what tells their group from the others.
+    """Teachers of one recipe together, under a label that no other group has.
 
     A label has recipe, preset, steps and learning rate, and whatever else differs.
 
@@ -49,7 +48,7 @@ def groups_of(
       UserError: two teachers of one group have the same seed.
     """
     groups = collections.defaultdict(list)
-    for folder, trained in found:
+    for folder, trained in teachers:
         bare = dataclasses.replace(trained.recipe, summary="", cost="", expected="")
         for other, known in groups[bare]:
             if known.seed == trained.seed:

@@ -1,90 +1,36 @@
 """Ideas past the recommended fits, one by one on the same teacher: what helps and what does not.
 
-Every idea is a candidate of the automatic recipe with one thing changed, fitted to the aligned
-dual of 1, 2 and 3 closures on calibration examples and measured once on test examples.  Feature
-families that did not earn a place in the library live here.
+Every idea is a candidate of the automatic fit with one thing changed, fitted to the aligned
+dual of 1, 2 and 3 closures on calibration examples and measured once on test examples.
 """
 
 import dataclasses
-import json
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import asap_jax as aj
-from asap_jax import masks
-from asap_jax.features.moments import _moments, _product
-from asap_jax.fitting import candidates
+from train.data.splits import Split, announce, load_data
 from train.evaluation import compile_teacher, fidelity, operators
 from train.reporting import progress
-from train.reporting.table import draw, markdown_lines
+from train.reporting.table import Report, Table
 from train.runtime import machine
 from train.study import cache
+from train.study.entries import closure_counts
 from train.study.groups import load
-from train.study.measure import sample
-from train.training import teacher as teachers
-from train.training.teacher import Split, Teacher
+from train.study.idea_features import GaussianPlan, ThirdOrder
+from train.study.teacher_figures import sample
+from train.training.teacher import Teacher
 
-CLOSURES = (1, 2, 3)
 TEST_EXAMPLES = 200
 
 
-@dataclasses.dataclass(frozen=True)
-class _Extra:
-    """Centred further columns on the moments of both sides; a family once it is subclassed."""
-
-    def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None):
-        t = _moments(q, k, scale, query_valid, key_valid)
-        x = jnp.stack(self.columns(t), axis=-1)
-        return x - masks.token_mean(x, t.valid)
-
-
-@flax.struct.dataclass
-class ThirdOrder(_Extra):
-    """``u'C C_x C u``, the next term in the covariances after those of ``aj.Moments``."""
-
-    def num_features(self, head_dim: int) -> int:
-        """1."""
-        return 1
-
-    def columns(self, t):
-        """One column ``(..., N)``."""
-        by_c = _product(t.u, t.c)
-        return [jnp.sum(by_c * _product(by_c, t.c_own), -1)]
-
-
-@flax.struct.dataclass
-class GaussianPlan(_Extra):
-    """The dual between Gaussians of the moments of both sides, by the exact recursion.
-
-    Between ``N(0, A)`` and ``N(0, B)`` every half-step of Sinkhorn gives a quadratic dual:
-    ``-x'P x / 2`` with ``P = (Q + 1/B)^-1``, where ``Q = (P + 1/A)^-1`` is the other side's of the
-    step before; ``P = B`` after the first.  Features are ``u'P u`` and ``u'P delta``.
-    """
-
-    steps: int = flax.struct.field(pytree_node=False, default=4)
-
-    def num_features(self, head_dim: int) -> int:
-        """2."""
-        return 2
-
-    def columns(self, t):
-        """Two columns ``(..., N)``."""
-        small = 1e-4 * jnp.eye(t.c.shape[-1], dtype=t.c.dtype)
-        own, other = (jnp.linalg.inv(c + small) for c in (t.c_own, t.c))
-        p = t.c
-        for _ in range(self.steps):
-            p = jnp.linalg.inv(jnp.linalg.inv(p + own) + other)
-        by_p = _product(t.u, p)
-        return [jnp.sum(t.u * by_p, -1), jnp.einsum("...nd,...d->...n", by_p, t.delta)]
-
-
 def ideas(head_dim: int) -> tuple[aj.Candidate, ...]:
-    """All of them; the first is what the others are told from."""
+    """All ideas; the first is the baseline of the comparison."""
     moments = aj.Moments()
     bank = aj.SlicedPotentials(aj.slice_directions(0, 32, head_dim))
     every = lambda name, **settings: aj.Candidate(name, padding="none", **settings)
@@ -147,30 +93,33 @@ def measure(
     batches = compile_teacher.calibration_batches(trained, split.train, num_images)
     fit = [fidelity.capture(reference, batch) for batch in batches]
     inputs = trained.recipe.inputs.prepare(sample(split.test, test_examples))
-    test = [
-        fidelity.capture(reference, inputs[start : start + fidelity.BATCH_SIZE])
-        for start in range(0, len(inputs), fidelity.BATCH_SIZE)
-    ]
-    found = []
-    counts = [n for n in CLOSURES if n < trained.recipe.spec.num_steps]
+    test = [fidelity.capture(reference, batch) for batch in fidelity.batches_of(inputs)]
+    spec, tried = trained.recipe.spec, []
+    metrics = functools.partial(
+        fidelity.case_metrics,
+        attend=operators.attend_compiled(spec),
+        reference=reference.attend,
+        key_mass=spec.key_mass,
+    )
+    counts = closure_counts(spec)
+    masked = next(iter(fit[0].values())).mask is not None
     with progress.bar(f"try {folder}", len(chosen)) as report:
         for done, candidate in enumerate(chosen, 1):
             rel_l2 = {}
             for n in counts:
-                if candidate.suits(n, masked=next(iter(fit[0].values())).mask is not None):
+                if candidate.suits(n, masked=masked):
                     cases = []
                     for path in fit[0]:
-                        records = [record[path] for record in fit]
-                        predictor, _ = candidates.fit(candidate, records, n, seed=trained.seed)
-                        cases += [
-                            candidates.rel_l2(record[path], predictor, closures=n)
-                            for record in test
-                        ]
+                        records = [batch[path] for batch in fit]
+                        predictor, _ = candidate.fit(records, n, seed=trained.seed)
+                        state = aj.CompiledState(predictor, spec, n)
+                        measured = [metrics(batch[path], state) for batch in test]
+                        cases += [values["rel_l2"] for values in measured]
                     rel_l2[n] = float(np.median(jax.device_get(cases)))
             if rel_l2:
-                found.append(Tried(str(folder), candidate.name, rel_l2))
+                tried.append(Tried(str(folder), candidate.name, rel_l2))
             report(done, candidate.name)
-    return found
+    return tried
 
 
 def run(
@@ -182,70 +131,64 @@ def run(
     num_images: int = compile_teacher.NUM_IMAGES,
     again: bool = False,
     choose: Callable[[int], Sequence[aj.Candidate]] = ideas,
-) -> list[Tried]:
-    """Measures all teachers, prints a table each and writes ``ideas.md`` and ``ideas.json``.
+) -> tuple[Report, list[pathlib.Path]]:
+    """Measures all teachers and writes ``ideas.md`` and ``ideas.json``.
 
-    Each teacher's figures are kept in its run folder too and, under the same settings, taken from
-    there.
+    Each teacher's figures are stored in its run folder too, and read from there under the same
+    settings.
 
     Args:
       folders: run folders of Sinkhorn teachers.
       data_dir: TFDS folder.
       out: folder to write to.
       test_examples, num_images: see ``measure``.
-      again: measure teachers anew whose figures were kept.
+      again: measure again although there are stored figures.
       choose: from the width of a head to candidates.
+
+    Returns:
+      The tables and the files.
 
     Raises:
       UserError: see ``load``; the data are not there.
     """
-    found: list[Tried] = []
-    lines = ["# Ideas, one by one", ""]
+    tried, tables = [], []
+    limits = dict(test_examples=test_examples, num_images=num_images)
     for folder, trained in load(folders):
-        split = teachers.load_data(trained.recipe, data_dir, folder)
+        split = load_data(trained.recipe, data_dir, folder)
+        announce(split)
         chosen = choose(trained.recipe.model.head_dim)
-        settings = dict(
-            step=trained.step,
-            seed=trained.seed,
+        settings = cache.settings_of(
+            trained,
             test=test_examples,
             calibration=num_images,
             ideas=[candidate.name for candidate in chosen],
-            versions=machine.facts()["versions"],
         )
-        file = folder / cache.IDEAS
-        some = None if again else cache.read(file, settings, _read)
-        if some is None:
-            teachers.announce(split)
-            some = measure(
-                folder,
-                trained,
-                split,
-                chosen,
-                test_examples=test_examples,
-                num_images=num_images,
-            )
-            cache.write(file, settings, some)
-        found += [dataclasses.replace(one, run=str(folder)) for one in some]
-        counts = sorted({n for tried in some for n in tried.rel_l2})
-        headings = ["idea", *(f"n={n}" for n in counts)]
-        cell = lambda tried, n: f"{tried.rel_l2[n]:.4f}" if n in tried.rel_l2 else "-"
-        rows = [[tried.name, *(cell(tried, n) for n in counts)] for tried in some]
-        draw(progress.console(), str(folder), headings, rows)
-        lines += [f"## {folder}", "", *markdown_lines(headings, rows), ""]
+        figures = cache.cached(
+            folder / cache.IDEAS,
+            settings,
+            functools.partial(measure, folder, trained, split, chosen, **limits),
+            _read,
+            again=again,
+        )
+        tried += [dataclasses.replace(one, run=str(folder)) for one in figures]
+        tables.append(_table(str(folder), figures))
     facts = {
         "figure": "median attention rel-l2 over test cases after n closures",
         "examples": f"{num_images} training examples to fit, {test_examples} test examples",
         **machine.facts(),
     }
-    lines += [f"- {name}: {fact}" for name, fact in facts.items()]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "ideas.md").write_text("\n".join(lines) + "\n")
-    stored = {"tried": [dataclasses.asdict(tried) for tried in found], "facts": facts}
-    (out / "ideas.json").write_text(json.dumps(stored, indent=1) + "\n")
-    return found
+    report = Report("Ideas, one by one", tables, facts, {"tried": tried})
+    return report, list(report.write(out, "ideas"))
 
 
-def _read(plain) -> list[Tried]:
-    """From JSON, whose keys are texts."""
+def _table(title: str, tried: Sequence[Tried]) -> Table:
+    counts = sorted({n for one in tried for n in one.rel_l2})
+    cell = lambda one, n: f"{one.rel_l2[n]:.4f}" if n in one.rel_l2 else "-"
+    rows = [[one.name, *(cell(one, n) for n in counts)] for one in tried]
+    return Table(["idea", *(f"n={n}" for n in counts)], rows, title)
+
+
+def _read(stored: list[dict[str, Any]]) -> list[Tried]:
+    """From JSON, whose keys are strings."""
     as_counts = lambda rel_l2: {int(n): float(value) for n, value in rel_l2.items()}
-    return [Tried(**{**one, "rel_l2": as_counts(one["rel_l2"])}) for one in plain]
+    return [Tried(**{**one, "rel_l2": as_counts(one["rel_l2"])}) for one in stored]

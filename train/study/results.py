@@ -1,15 +1,13 @@
-"""The study of several teachers as a value, and its forms: for the terminal, Markdown and JSON."""
+"""The study of several teachers as a value, and its tables."""
 
 import dataclasses
-import json
-import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from train.reporting.table import draw, markdown_lines
+from train.reporting.table import Report, Table
 
 COLUMNS = {
     "rel_l2": ("rel-l2 mean", "{:.4f}"),
@@ -27,23 +25,28 @@ OTHER_ENDING = " *"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One operator on one teacher, or a row of a group without its values.
+    """One operator on one teacher, or over the seeds of a group.
 
     Attributes:
       name: the operator.
       family: operators of one family are one line of the plot.
       closures: passes over the scores: half-steps of Sinkhorn, or closures after a prediction.
       same_ending: whether it ends on the side that the teacher ends on.
-      values: a number for each of ``COLUMNS``.
-      chosen: of the automatic recipe, the candidate kept for each layer.
+      values: for each of ``COLUMNS`` a number, or of a group a ``Spread``.
+      chosen: of the automatic fit on one teacher, the candidate of each layer.
     """
 
     name: str
     family: str
     closures: int
     same_ending: bool
-    values: dict[str, float]
+    values: dict[str, Any]
     chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name, marked where the operator ends on the other side than the teacher."""
+        return self.name + ("" if self.same_ending else OTHER_ENDING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,24 +104,8 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """One operator over the seeds of a group; fields as of ``Measured``."""
-
-    name: str
-    family: str
-    closures: int
-    same_ending: bool
-    values: dict[str, Spread]
-
-    @property
-    def label(self) -> str:
-        """The name, marked where the operator ends on the other side than the teacher."""
-        return self.name + ("" if self.same_ending else OTHER_ENDING)
-
-
-@dataclasses.dataclass(frozen=True)
 class Group:
-    """Teachers that differ in nothing but the seed.
+    """Teachers that differ only in the seed.
 
     Attributes:
       label: what they have in common.
@@ -129,17 +116,16 @@ class Group:
 
     label: str
     facts: dict[str, str]
-    lines: tuple[Line, ...]
+    lines: tuple[Measured, ...]
     teachers: tuple[TeacherFigures, ...]
 
 
-def lines_of(teachers: Sequence[TeacherFigures]) -> tuple[Line, ...]:
+def lines_of(teachers: Sequence[TeacherFigures]) -> tuple[Measured, ...]:
     """Every operator over the teachers of one group, which have the same rows."""
     lines = []
     for rows in zip(*(teacher.rows for teacher in teachers), strict=True):
-        first = rows[0]
         values = {name: Spread.of([row.values[name] for row in rows]) for name in COLUMNS}
-        lines.append(Line(first.name, first.family, first.closures, first.same_ending, values))
+        lines.append(dataclasses.replace(rows[0], values=values, chosen={}))
     return tuple(lines)
 
 
@@ -151,39 +137,27 @@ class Study:
     groups: tuple[Group, ...]
     facts: dict[str, str]
 
-    def print(self, console) -> None:
+    def print(self, console: Any) -> None:
         """Prints a table a group to a rich console: medians, and the range of the rel-l2."""
         headings = ["attention", "clo- sures", "rel-l2 mean", "range over seeds"]
         headings += [heading for heading, _ in COLUMNS.values()][1:]
-        for group in self.groups:
-            rows = [_short(line) for line in group.lines]
-            draw(console, group.label, headings, rows, gap=1)
-            _print_facts(console, group.facts)
-            console.print()
-        _print_facts(console, self.facts)
-
-    def markdown(self) -> str:
-        """The groups as Markdown, each column with its range, the facts below the tables."""
-        headings = ["attention", "closures"]
-        headings += [heading.replace("- ", "") for heading, _ in COLUMNS.values()]
-        parts = [f"# {self.title}", ""]
-        for group in self.groups:
-            rows = [_long(line) for line in group.lines]
-            parts += [f"## {group.label}", "", *markdown_lines(headings, rows), ""]
-            parts += [*(f"- {name}: {fact}" for name, fact in group.facts.items()), ""]
-        parts += ["## All groups", "", *(f"- {name}: {text}" for name, text in self.facts.items())]
-        return "\n".join(parts) + "\n"
+        self._report(headings, _short).print(console, gap=1)
 
     def write(self, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-        """Writes ``study.md`` and ``study.json`` into ``folder`` and returns their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        text, values = folder / "study.md", folder / "study.json"
-        text.write_text(self.markdown())
-        values.write_text(json.dumps(plain(self), indent=2, allow_nan=False) + "\n")
-        return text, values
+        """Writes ``study.md``, where each column has its range, and ``study.json``."""
+        headings = ["attention", "closures"]
+        headings += [heading.replace("- ", "") for heading, _ in COLUMNS.values()]
+        return self._report(headings, _long).write(folder, "study")
+
+    def _report(self, headings: list[str], cells: Callable[[Measured], list[str]]) -> Report:
+        tables = [
+            Table(headings, [cells(line) for line in group.lines], group.label, group.facts)
+            for group in self.groups
+        ]
+        return Report(self.title, tables, self.facts, {"groups": self.groups})
 
 
-def _short(line: Line) -> list[str]:
+def _short(line: Measured) -> list[str]:
     """Cells of the terminal."""
     form = COLUMNS["rel_l2"][1]
     spread = line.values["rel_l2"]
@@ -192,23 +166,7 @@ def _short(line: Line) -> list[str]:
     return [line.label, str(line.closures), medians[0], ends, *medians[1:]]
 
 
-def _long(line: Line) -> list[str]:
+def _long(line: Measured) -> list[str]:
     """Cells of the Markdown table."""
     values = [line.values[name].text(form) for name, (_, form) in COLUMNS.items()]
     return [line.label.replace("*", r"\*"), str(line.closures), *values]
-
-
-def _print_facts(console, facts: dict[str, str]) -> None:
-    for name, fact in facts.items():
-        console.print(f"{name}: {fact}", markup=False)
-
-
-def plain(value: Any) -> Any:
-    """``value`` for JSON: dataclasses as dicts; infinities and NaN, which it lacks, as text."""
-    if dataclasses.is_dataclass(value):
-        return plain(dataclasses.asdict(value))
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,8 @@
 """Atomic checkpoints: training state, recipe and seed, written by orbax.
 
-A checkpoint appears under its final name only when it is whole, so a run that is killed leaves the
-one before.  Each carries a digest of its arrays; one that does not read back to it is passed over
-for the one before.  Arrays are stored as host arrays, so a run may go on with other devices.
+A checkpoint appears under its final name only when it is whole, so a run that is killed leaves
+the one before.  Each carries a digest of its arrays; one whose arrays do not match it is skipped
+for the one before.  Arrays are stored as host arrays, so a run may resume on other devices.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class About:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; the newest two are kept. A context manager."""
+    """The checkpoints of one run folder; the newest two stay. A context manager."""
 
     def __init__(self, run: str | os.PathLike):
         self._orbax = need("orbax.checkpoint")
@@ -101,13 +101,13 @@ class Checkpoints:
                 raise
             raise UserError(
                 f"the disk is full: step {step} could not be saved in {self.folder}; make room "
-                f"and go on with --resume; {self.last_good()}"
+                f"and continue with --resume; {self.last_good()}"
             ) from fault
 
     def restore(
         self, like: Callable[[About], TrainState], *, set_aside: bool = False
     ) -> tuple[TrainState, About]:
-        """The newest checkpoint that is not damaged; those passed over are named on the console.
+        """The newest checkpoint that is not damaged; those skipped are named on the console.
 
         Args:
           like: gives a state of the shapes that the checkpoint must have; values do not matter.
@@ -131,7 +131,7 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as fault:  # whatever the readers of a damaged file raise
-                self._tell_damaged(step, fault)
+                self._report_damaged(step, fault)
                 if set_aside:
                     self._set_aside(step)
         raise UserError(
@@ -142,7 +142,7 @@ class Checkpoints:
     def _restore(self, step, like):
         args = self._orbax.args
         stored = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
-        if "digest" not in stored:
+        if "digest" not in stored or "inputs" not in stored["recipe"]:
             raise UserError(
                 f"the checkpoint of step {step} in {self.folder} was written by an older version: "
                 f"train again in another folder"
@@ -157,12 +157,11 @@ class Checkpoints:
             raise ValueError("its arrays are not those that were written")
         return state, about
 
-    def _tell_damaged(self, step, fault) -> None:
+    def _report_damaged(self, step, fault) -> None:
         if devices.is_first():
             reason = (str(fault).splitlines() or [type(fault).__name__])[0][:100]
             progress.console().print(
-                f"the checkpoint of step {step} in {self.folder} is damaged and passed over: "
-                f"{reason}",
+                f"the checkpoint of step {step} in {self.folder} is damaged and skipped: {reason}",
                 markup=False,
             )
 
@@ -178,9 +177,9 @@ class Checkpoints:
 
 def digest(tree: Any) -> str:
     """SHA-256 of the names, types, shapes and bytes of a pytree of host arrays."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = np.ascontiguousarray(leaf)
-        found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode())
-        found.update(array.tobytes())
-    return found.hexdigest()
+        result.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode())
+        result.update(array.tobytes())
+    return result.hexdigest()

@@ -1,7 +1,7 @@
 """The linear baseline of a recipe: logistic regression on pixels or on a bag of tokens.
 
-It sees the same training examples, cut and normalised as the model sees them, and says what a
-teacher's accuracy is worth.
+It is fitted to the same training examples, prepared as for the model, and shows what a teacher's
+accuracy is worth.
 """
 
 import jax
@@ -9,29 +9,33 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from train.data import text
+from train.data.examples import Examples
+from train.data.splits import Split
+from train.models.text_encoder import PAD
 from train.recipes.schema import Recipe
-from train.training.teacher import Split, accuracy
+from train.training.teacher import accuracy
 
 DECAYS = (1e-4, 1e-3, 1e-2)
 STEPS = 150
 
 
-def features(recipe: Recipe, examples) -> np.ndarray:
+def features(recipe: Recipe, examples: Examples) -> np.ndarray:
     """Float32 ``(examples, features)``: normalised pixels, or which tokens a text holds.
 
     Rows of tokens have unit length, so that long texts weigh as much as short ones.
     """
     inputs = recipe.inputs.prepare(examples)
-    if recipe.tokens is None:
+    if not recipe.is_text:
         return inputs.reshape(len(inputs), -1)
-    held = np.zeros((len(inputs), recipe.tokens.vocab_size), np.float32)
-    held[np.arange(len(inputs))[:, None], inputs] = 1
-    held[:, text.PAD] = 0
-    return held / np.maximum(np.linalg.norm(held, axis=1, keepdims=True), 1)
+    present = np.zeros((len(inputs), recipe.inputs.vocab_size), np.float32)
+    present[np.arange(len(inputs))[:, None], inputs] = 1
+    present[:, PAD] = 0
+    return present / np.maximum(np.linalg.norm(present, axis=1, keepdims=True), 1)
 
 
-def fit(x: np.ndarray, labels: np.ndarray, num_classes: int, decay: float):
+def fit(
+    x: np.ndarray, labels: np.ndarray, num_classes: int, decay: float
+) -> tuple[jax.Array, jax.Array]:
     """Weights ``(features, classes)`` and biases of the penalised likelihood's maximum (L-BFGS).
 
     Args:
@@ -68,15 +72,15 @@ def fit(x: np.ndarray, labels: np.ndarray, num_classes: int, decay: float):
 def run(recipe: Recipe, split: Split) -> tuple[float, float]:
     """Test accuracy and decay; the decay is chosen on the last tenth of the training split."""
     x, labels = features(recipe, split.train), split.train.labels
-    kept = len(labels) - len(labels) // 10
+    first = len(labels) - len(labels) // 10
 
     def score(params, x, labels):
         return accuracy(x @ np.asarray(params[0]) + np.asarray(params[1]), labels)
 
     held_out = {}
     for decay in DECAYS:
-        params = fit(x[:kept], labels[:kept], recipe.num_classes, decay)
-        held_out[decay] = score(params, x[kept:], labels[kept:])
+        params = fit(x[:first], labels[:first], recipe.num_classes, decay)
+        held_out[decay] = score(params, x[first:], labels[first:])
     best = max(held_out, key=held_out.get)
     params = fit(x, labels, recipe.num_classes, best)
     return score(params, features(recipe, split.test), split.test.labels), best

@@ -7,24 +7,24 @@ import pathlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from train import models
-from train.data.images import Batches, Examples
+from train.data.examples import Batches, Examples
+from train.models import factory
 from train.recipes.schema import Recipe, differences
 from train.reporting import progress
-from train.runtime import devices as parallel
+from train.runtime import devices
 from train.runtime.errors import UserError
-from train.training import run_folder
-from train.training import step as steps
+from train.training import run_folder, step
 from train.training.checkpoints import About, Checkpoints
 from train.training.prefetch import Prefetch
 from train.training.teacher import Teacher
 
 LOG_EVERY = 20
-SAVES = 20  # checkpoints of a run, unless it is told how often
+SAVES = 20  # checkpoints of a run, unless `save_every` says otherwise
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -37,9 +37,9 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
     save_every: int | None = None,
-    way: str = parallel.Sharded.name,
+    way: str = devices.Sharded.name,
 ) -> Teacher:
-    """Trains by a recipe, or goes on with what the run folder holds.
+    """Trains by a recipe; with ``resume`` from the newest checkpoint in the run folder.
 
     On one machine a resumed run ends in the same parameters, bit for bit, as one that was never
     stopped: parameters, optimiser state, random key and step are stored, and batches depend on
@@ -50,10 +50,10 @@ def train(
       examples: the training split.
       run: folder for checkpoints and metrics; shared by all hosts.
       seed: fixes initial parameters, order of the data, augmentation and dropout.
-      resume: go on from the newest good checkpoint in ``run``; with none, start afresh.
+      resume: continue from the newest good checkpoint in ``run``; start afresh if there is none.
       stop_after: stop and save after this many steps in all (the schedule is unchanged).
       save_every: epochs between checkpoints; by default one, or a twentieth of the run.
-      way: ``"jit"`` or ``"pmap"``, see ``train.parallel``.
+      way: ``"jit"`` or ``"pmap"``, see ``train.runtime.devices``.
 
     Raises:
       UserError: there is a checkpoint and ``resume`` is False; it was made by another recipe or
@@ -65,12 +65,12 @@ def train(
     total = recipe.epochs * epoch_steps
     save_every = save_every or max(1, recipe.epochs // SAVES)
     last = total if stop_after is None else min(stop_after, total)
-    devices, create, take_step = programs(recipe, epoch_steps, way)
-    share = parallel.share()
-    make = lambda index: tuple(map(devices.feed, batches.at(index, share)))
+    layout, create, take_step = programs(recipe, epoch_steps, way)
+    share = devices.share()
+    make = lambda index: tuple(map(layout.feed, batches.at(index, share)))
     with Checkpoints(run) as checkpoints, _stop_on_signal() as interrupted:
         state, start = _start(checkpoints, create(jax.random.key(seed)), recipe, seed, resume)
-        state = devices.place(state)
+        state = layout.place(state)
         coming = Prefetch(make, start, last)
         with (
             run_folder.MetricsLog(run, resumed_at=start) as log,
@@ -79,12 +79,12 @@ def train(
             began = time.perf_counter()
             for count, batch in enumerate(coming, start + 1):
                 state, metrics = take_step(state, *batch)
-                if parallel.fakes_devices():
+                if devices.fakes_devices():
                     jax.block_until_ready(state)
                 due = count == last or count % LOG_EVERY == 0 or count % epoch_steps == 0
-                asked = (due or jax.process_count() == 1) and parallel.any_process(interrupted())
-                if due or asked:
-                    values = {name: float(x) for name, x in devices.read(metrics).items()}
+                stop = (due or jax.process_count() == 1) and devices.any_process(interrupted())
+                if due or stop:
+                    values = {name: float(x) for name, x in layout.read(metrics).items()}
                     _check_finite(values["loss"], count, checkpoints)
                     seconds = time.perf_counter() - began
                     log.write(
@@ -96,43 +96,45 @@ def train(
                     epoch = (count - 1) // epoch_steps + 1
                     note = f"epoch {epoch}/{recipe.epochs}, loss {values['loss']:.3f}"
                     report(count, f"{note}, accuracy {values['accuracy']:.2f}")
-                if asked or count == last or count % (save_every * epoch_steps) == 0:
-                    checkpoints.save(devices.read(state), recipe, seed)
-                if asked:
+                if stop or count == last or count % (save_every * epoch_steps) == 0:
+                    checkpoints.save(layout.read(state), recipe, seed)
+                if stop:
                     raise UserError(
-                        f"stopped and saved at step {count} of {total}: go on with the same "
+                        f"stopped and saved at step {count} of {total}: resume with the same "
                         f"command and --run {run} --resume"
                     )
-    state = devices.read(state)
+    state = layout.read(state)
     return Teacher(recipe, seed, int(state.step), {"params": state.params})
 
 
 @functools.lru_cache(maxsize=4)
-def programs(recipe: Recipe, epoch_steps: int, way: str):
-    """What a run computes with; kept, so that a run that goes on in one process compiles once.
+def programs(
+    recipe: Recipe, epoch_steps: int, way: str
+) -> tuple[devices.Alone, Callable, Callable]:
+    """What a run computes with; cached, so that a run resumed in one process compiles once.
 
     Args:
       recipe: what to train.
       epoch_steps: steps an epoch.
-      way: a key of ``parallel.WAYS``.
+      way: a key of ``devices.WAYS``.
 
     Returns:
-      The devices, ``create(key)`` and ``step(state, inputs, labels)``.
+      The way's layout of devices, ``create(key)`` and ``step(state, inputs, labels)``.
     """
-    devices = parallel.WAYS[way](recipe.batch_size)
-    tx = steps.optimizer(recipe, epoch_steps)
+    layout = devices.WAYS[way](recipe.batch_size)
+    tx = step.optimizer(recipe, epoch_steps)
     inputs = recipe.example_inputs()
-    create = jax.jit(lambda key: steps.create(models.build(recipe), tx, inputs, key))
-    step = functools.partial(
-        steps.train_step,
-        model_at=models.training(recipe, recipe.epochs * epoch_steps),
+    create = jax.jit(lambda key: step.create(factory.build(recipe), tx, inputs, key))
+    take_step = functools.partial(
+        step.train_step,
+        model_at=factory.training(recipe, recipe.epochs * epoch_steps),
         tx=tx,
         accumulate=recipe.accumulate,
     )
-    return devices, create, devices.compile(step)
+    return layout, create, layout.compile(take_step)
 
 
-def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[steps.TrainState, int]:
+def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[step.TrainState, int]:
     """State and step to start from; refuses to mix two runs in one folder."""
     fresh = jax.tree.map(np.asarray, fresh)
     if checkpoints.latest() is None:
@@ -140,11 +142,11 @@ def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[steps.TrainState, 
     run = checkpoints.run
     if not resume:
         raise UserError(
-            f"{run} holds a run that got to step {checkpoints.latest()}: go on with --resume, or "
-            f"name another folder with --run"
+            f"{run} holds a run that got to step {checkpoints.latest()}: continue with --resume, "
+            f"or name another folder with --run"
         )
 
-    def like(about: About) -> steps.TrainState:
+    def like(about: About) -> step.TrainState:
         lines = differences(about.recipe, recipe)
         if about.seed != seed:
             lines.append(f"seed was {about.seed} and is now {seed}")
@@ -165,24 +167,24 @@ def _check_finite(loss, count, checkpoints) -> None:
 def _stop_on_signal():
     """Turns Ctrl-C and SIGTERM into a request to stop after the step; a second one acts at once.
 
-    Yields a function that tells whether a stop was asked for.  Outside the main thread, where
+    Yields a function that says whether a stop was requested.  Outside the main thread, where
     Python cannot catch signals, nothing is changed.
     """
-    asked = threading.Event()
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield requested.is_set
         return
 
     def restore():
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def ask(number, frame):
-        asked.set()
+    def request(number, frame):
+        requested.set()
         restore()
 
-    before = {number: signal.signal(number, ask) for number in SIGNALS}
+    before = {number: signal.signal(number, request) for number in SIGNALS}
     try:
-        yield asked.is_set
+        yield requested.is_set
     finally:
         restore()

@@ -9,16 +9,15 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import numpy as np
 import optax
 
 import asap_jax as aj
-from train import models
-from train.data.images import Batches, Examples
-from train.recipes.catalogue import Recipe
+from train.data.examples import Batches, Examples
+from train.models import factory
+from train.recipes.schema import Recipe
 from train.reporting import progress
-from train.training import step as steps
-from train.training import teacher as teachers
+from train.training.step import loss_and_accuracy
+from train.training.teacher import Teacher, accuracy, predict
 
 EPOCHS = 5
 LEARNING_RATE = 2e-4
@@ -72,7 +71,7 @@ def continue_training(
     learning_rate: float = LEARNING_RATE,
     title: str,
 ) -> dict:
-    """Trains some leaves of a model's variables on for ``epochs``.
+    """Trains some leaves of a model's variables for ``epochs`` more.
 
     Args:
       recipe: of the teacher: model, batches, normalisation.
@@ -86,7 +85,7 @@ def continue_training(
     Returns:
       The trained variables.
     """
-    model = models.build(recipe)
+    model = factory.build(recipe)
     tx = optax.multi_transform(
         {"train": optax.adam(learning_rate), "keep": optax.set_to_zero()}, labels(variables)
     )
@@ -94,7 +93,7 @@ def continue_training(
     @jax.jit
     def take_step(variables, state, images, targets):
         def objective(variables):
-            return steps.loss_and_accuracy(model.apply(variables, images), targets)
+            return loss_and_accuracy(model.apply(variables, images), targets)
 
         (loss, _), gradient = jax.value_and_grad(objective, has_aux=True)(variables)
         updates, state = tx.update(gradient, state, variables)
@@ -111,7 +110,7 @@ def continue_training(
 
 
 def run(
-    teacher: teachers.Teacher,
+    teacher: Teacher,
     compiled: dict,
     train: Examples,
     test: Examples,
@@ -147,13 +146,8 @@ def run(
         title="continue teacher",
         **settings,
     )
-    apply = jax.jit(models.build(recipe).apply)
+    apply = jax.jit(factory.build(recipe).apply)
     images = recipe.inputs.prepare(test)
 
-    def accuracy(variables) -> float:
-        logits = teachers.predict(apply, variables, images)
-        return teachers.accuracy(np.asarray(logits), test.labels)
-
-    return Accuracies(
-        accuracy(compiled), accuracy(refreshed), accuracy(teacher.variables), accuracy(continued)
-    )
+    models = (compiled, refreshed, teacher.variables, continued)
+    return Accuracies(*(accuracy(predict(apply, one, images), test.labels) for one in models))

@@ -1,4 +1,4 @@
-"""Run folders: where a run keeps its checkpoints, metrics, compiled model, tables and pictures."""
+"""Run folders: where a run writes its checkpoints, metrics, compiled model, tables and pictures."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ METRICS = "metrics.jsonl"
 ARTEFACT = "compiled.npz"
 
 
-def folder(recipe_name: str, seed: int, given: str | os.PathLike | None = None) -> pathlib.Path:
-    """The run's folder: the one given, or ``runs/RECIPE-SEED``."""
-    return pathlib.Path(given) if given is not None else DEFAULT / f"{recipe_name}-{seed}"
+def folder(recipe_name: str, seed: int, chosen: str | os.PathLike | None = None) -> pathlib.Path:
+    """The run's folder: ``chosen``, or ``runs/RECIPE-SEED``."""
+    return pathlib.Path(chosen) if chosen is not None else DEFAULT / f"{recipe_name}-{seed}"
 
 
 class MetricsLog:
@@ -31,15 +31,15 @@ class MetricsLog:
         if not devices.is_first():
             return
         path = run / METRICS
-        kept = []
+        lines = []
         if path.exists():
             for line in path.read_text().splitlines():
                 with_step = _parse(line)
                 if with_step is not None and with_step["step"] <= resumed_at:
-                    kept.append(line)
+                    lines.append(line)
         run.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".tmp")
-        draft.write_text("".join(line + "\n" for line in kept))
+        draft.write_text("".join(line + "\n" for line in lines))
         draft.replace(path)
         self._file = path.open("a")
 
@@ -60,7 +60,7 @@ class MetricsLog:
             self._file.flush()
         except OSError as fault:
             raise UserError(
-                f"cannot write {self._file.name} ({fault.strerror}): make room and go on with "
+                f"cannot write {self._file.name} ({fault.strerror}): make room and continue with "
                 f"--resume"
             ) from fault
 

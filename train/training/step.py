@@ -81,7 +81,7 @@ def train_step(
       state: before the step.
       inputs: ``(batch, ...)``, normalised images or tokens.
       labels: ``(batch,)`` integers.
-      model_at: from the step to the linen module, see ``train.models.training``.
+      model_at: from the step to the linen module, see ``train.factory.training``.
       tx: the optimiser of ``state``.
       axis_name: average gradients and metrics over this mapped axis (``jax.pmap``).
       accumulate: parts of the batch, which it divides, that go through the model one by one.
@@ -101,12 +101,12 @@ def train_step(
 
     both = jax.value_and_grad(objective, has_aux=True)
     if accumulate == 1:
-        found = both(state.params, inputs, labels, key)
+        result = both(state.params, inputs, labels, key)
     else:
-        found = _mean_over_parts(
+        result = _mean_over_parts(
             functools.partial(both, state.params), inputs, labels, key, accumulate
         )
-    (loss, accuracy), gradient = found
+    (loss, accuracy), gradient = result
     metrics = {"loss": loss, "accuracy": accuracy}
     if axis_name is not None:
         gradient, metrics = jax.lax.pmean((gradient, metrics), axis_name)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import sys
 
 import chex
 import jax
@@ -11,37 +9,32 @@ import jax.numpy as jnp
 import pytest
 
 import asap_jax as aj
-from train.bench import esp_resources, features, floor, gpu, layer, memory_gradient, trace
-from train.bench import peers as peers
-from train.bench.measure import DENSE, measure, table
+from train.bench import esp_resources, features, floor, gpu, layer, memory_gradient, peers, trace
+from train.bench.measure import DENSE, GIB, measure, table, value_and_gradients
 from train.cli import parser
 from train.runtime import machine
 from train.runtime.errors import UserError
 
 
-def test_esp_resources_prints_a_row_per_method_and_length(capsys):
-    rows = esp_resources.run(lengths=(4,))
+def test_esp_resources_prints_and_writes_a_row_per_method_and_length(tmp_path, capsys):
+    rows = esp_resources.run(lengths=(4,), out=tmp_path)
     text = capsys.readouterr().out
-    assert [row.length for row in rows] == [4] * 6
+    assert [row.shape for row in rows] == ["N=4"] * 6
     for name in ("Sinkhorn (S=3)", "Sinkhorn (S=10)", "Sinkhorn (S=20)", "ESP (soft)"):
-        assert text.count(name + " ") >= 1, name
-    assert all(row.milliseconds > 0 and row.gibibytes > 0 for row in rows)
-
-
-def test_a_step_beyond_the_limit_is_not_run_and_says_what_it_needs(capsys):
-    rows = esp_resources.run(lengths=(4,), limit_gib=0.0)
-    assert all(row.milliseconds is None and row.runs == 0 for row in rows)
-    assert len(re.findall(r"not run \(needs \d+\.\d GiB\)", capsys.readouterr().out)) == 6
+        assert f"| N=4 | {name} | " in text
+    assert all(row.milliseconds > 0 and row.whole_gibibytes > 0 for row in rows)
+    assert all(f"{row.milliseconds:.1f} ({row.calls})" in text for row in rows)
+    assert text.split("\n- ")[0] in (tmp_path / "esp-resources.md").read_text()
 
 
 def test_memory_is_that_of_the_compiled_step():
-    row = esp_resources.measure("copy", lambda q, k, v: q + k + v, 32)
-    array = 32 * esp_resources.HEADS * esp_resources.WIDTH * 4
-    assert row.gibibytes * esp_resources.GIB == pytest.approx(4 * array, rel=0.01)
+    (row,) = measure("x", (1, 32, 8, 64), {"copy": lambda q, k, v: q + k + v}, rounds=1)
+    array = 32 * 8 * 64 * 4
+    assert row.whole_gibibytes * GIB == pytest.approx(4 * array, rel=0.01)
 
 
 def test_a_train_step_differentiates_all_three_inputs():
-    step = esp_resources.step_of(lambda q, k, v: q * k * v, trained=True)
+    step = value_and_gradients(lambda q, k, v: q * k * v)
     x = jnp.full((2,), 2.0)
     value, gradients = step(x, x, x)
     assert float(value) == pytest.approx(2 * math.sin(8.0), abs=1e-5)
@@ -49,10 +42,13 @@ def test_a_train_step_differentiates_all_three_inputs():
     chex.assert_trees_all_close(gradients, (expected,) * 3, atol=1e-5)
 
 
-def test_the_unrolled_comparison_is_the_same_function():
+def test_the_unrolled_comparison_is_the_same_function(capsys):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 4))
     ours = aj.sinkhorn_attention(q, k, v, spec=aj.SinkhornSpec(7))
-    chex.assert_trees_all_close(memory_gradient.unrolled(q, k, v, 7), ours, atol=1e-5)
+    chex.assert_trees_all_close(memory_gradient.unrolled(q, k, v, num_steps=7), ours, atol=1e-5)
+    rows = memory_gradient.run(3, shape=(1, 4, 1, 2), rounds=1)
+    assert [row.shape for row in rows] == ["forward"] * 2 + ["value and gradient"] * 2
+    assert "S=3, batch 1, 4 tokens" in capsys.readouterr().out
 
 
 def test_the_layer_benchmark_writes_what_it_prints(tmp_path, capsys):
@@ -90,9 +86,9 @@ def test_named_shapes_and_sharp_scores_are_measured_on_request(monkeypatch, caps
 
 def test_sharpness_is_a_factor_of_the_first_input():
     lines = []
-    tell = lambda q, k, v: jax.debug.callback(lambda *x: lines.append(x), q, k) or q + k + v
+    watch = lambda q, k, v: jax.debug.callback(lambda *x: lines.append(x), q, k) or q + k + v
     for sharpness in (1.0, 8.0):
-        measure("x", (1, 3, 1, 2), {"tell": tell}, rounds=1, sharpness=sharpness)
+        measure("x", (1, 3, 1, 2), {"watched": watch}, rounds=1, sharpness=sharpness)
     jax.effects_barrier()
     (q, k), (sharp_q, sharp_k) = lines[0], lines[-1]
     chex.assert_trees_all_close(sharp_q, 8 * q)
@@ -115,14 +111,14 @@ def test_the_floor_is_two_products_and_ratios_are_to_it(tmp_path):
     rows = {row.name: row for row in floor.run(lengths=(8,), rounds=1, out=tmp_path)}
     assert next(iter(rows)) == floor.PRODUCTS
     assert rows[floor.PRODUCTS].ratio == 1
-    assert set(floor.KEPT) < set(rows)
+    assert set(floor.COMPARED) < set(rows)
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
     both = floor.products(lambda s: s, q, k, v)
     chex.assert_trees_all_close(both, jnp.einsum("bnhd,bmhd,bmhe->bnhe", q, k, v), atol=1e-5)
     assert (tmp_path / "floor.md").exists()
 
 
-def test_a_program_is_told_apart_into_the_parts_of_the_method():
+def test_every_instruction_of_a_program_belongs_to_a_part_of_the_method():
     like = [jax.ShapeDtypeStruct((1, 40, 2, 16), jnp.float32)] * 3
     both = {"scores", "exponentials", "values", "closures"}
     for name, expected in (("ASAP n=2, moments", both | {"prediction"}), ("Sinkhorn S=10", both)):
@@ -133,7 +129,7 @@ def test_a_program_is_told_apart_into_the_parts_of_the_method():
 
 def test_a_trace_finds_the_parts_of_a_call(tmp_path, capsys):
     found = trace.run(lengths=(40,), calls=2, out=tmp_path)
-    assert set(found["N=40"]) == set(trace.KEPT)
+    assert set(found["N=40"]) == set(trace.COMPARED)
     for name, row in found["N=40"].items():
         assert set(row) == {"call", *trace.PARTS}
         assert all(row[part] > 0 for part in ("call", "scores", "values", "exponentials"))
@@ -143,16 +139,18 @@ def test_a_trace_finds_the_parts_of_a_call(tmp_path, capsys):
     assert (tmp_path / "trace.md").exists()
 
 
-def test_a_length_that_shapes_do_not_tell_apart_is_refused():
+def test_a_length_equal_to_the_width_of_a_head_is_refused_by_the_trace():
     with pytest.raises(UserError, match="other than 64"):
         trace.run(lengths=(512, 64))
 
 
 def test_a_row_that_needs_too_much_memory_is_not_run():
     rows = {"softmax, divided late": layer.softmax_late, "plain": layer.softmax_plain}
-    some = measure("N=4", (1, 4, 1, 2), rows, rounds=1, limit_gib=-1.0)
-    assert all(row.milliseconds is None and row.ratio is None for row in some)
-    assert "not run (needs 0.0 GiB)" in table(some)
+    measured = measure("N=4", (1, 4, 1, 2), rows, rounds=1, limit_gib=-1.0)
+    assert all(row.milliseconds is None and row.ratio is None for row in measured)
+    assert "not run (needs 0.0 GiB)" in table(measured).markdown()
+    assert "not run (needs 0.0 GiB)" in esp_resources.table(measured).markdown()
+    assert all(row.calls == 0 for row in measured)
 
 
 @pytest.mark.parametrize("num_steps", [4, 10])
@@ -183,12 +181,11 @@ def test_the_accelerator_script_checks_every_path(tmp_path, monkeypatch, capsys)
         assert check.weights_error < 5e-6, check
         assert check.column_error < 1e-5, check
     monkeypatch.setattr(gpu, "checks", lambda: [gpu.Check("scaling", "default", 1e-6, 1e-7)])
-    given = ["gpu", "--out", str(tmp_path), "--lengths", "4", "--minutes", "0"]
-    monkeypatch.setattr(sys, "argv", given)
-    gpu.main()
+    gpu.run((4,), minutes=0.0, out=tmp_path)
     assert "not run, 0.0 minutes are over" in capsys.readouterr().out
     stored = json.loads((tmp_path / "gpu.json").read_text())
     assert "weights within 1.0e-06" in stored["facts"]["checks"]
+    assert stored["checks"][0]["column_error"] == 1e-7
 
 
 def test_projected_attention_is_attention_between_projections():
@@ -199,7 +196,7 @@ def test_projected_attention_is_attention_between_projections():
     chex.assert_trees_all_close(attend(2 * x), 2 * attend(x), rtol=1e-4, atol=1e-4)
 
 
-def test_facts_tell_how_memory_is_given_back(monkeypatch):
+def test_facts_hold_the_settings_of_the_allocator(monkeypatch):
     for name in machine.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     assert "allocator" not in machine.facts()

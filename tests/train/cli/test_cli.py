@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from train.cli import parser
-from train.data import images
+import asap_jax as aj
+from train.cli import fit_options, parser
+from train.data import tfds
 from train.recipes import catalogue
+from train.runtime.errors import UserError
 from train.training import linear_baseline
 
 COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate")
@@ -25,7 +27,7 @@ def test_every_sub_command_explains_itself(command, capsys):
 
 
 def test_the_module_runs_from_the_repository_root():
-    root = images.PACKAGED.parent.parent
+    root = tfds.PACKAGED.parent.parent.parent
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "train", "--help"],
         cwd=root,
@@ -59,7 +61,7 @@ def test_a_fault_of_the_user_is_one_line_and_status_1(tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_a_missing_data_set_names_the_cure(tmp_path, capsys):
+def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
     given = ["train", "demo", "--data-dir", str(tmp_path), "--run", str(tmp_path / "run")]
     assert parser.main(given) == 1
     assert "--data-dir DIR" in capsys.readouterr().err
@@ -104,27 +106,60 @@ def test_a_linear_baseline_is_printed(tiny, monkeypatch, capsys):
     )
 
 
-def test_train_compile_evaluate_in_a_row(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(catalogue.RECIPES, "tiny", tiny)
-    monkeypatch.setenv(images.VARIABLE, str(images.PACKAGED))
+def test_train_compile_evaluate_in_a_row(minute, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(catalogue.RECIPES, "minute", minute)
+    monkeypatch.setenv(tfds.VARIABLE, str(tfds.PACKAGED))
     run = str(tmp_path / "run")
     settings = ["--epochs", "1", "--batch-size", "500", "--num-steps", "4", "--seed", "1"]
-    assert parser.main(["train", "tiny", "--run", run, *settings]) == 0
+    assert parser.main(["train", "minute", "--run", run, *settings]) == 0
     assert "read 2,000 training and 500 test images" in capsys.readouterr().out
-    assert parser.main(["train", "tiny", "--run", run, *settings]) == 1
+    assert parser.main(["train", "minute", "--run", run, *settings]) == 1
     assert "--resume" in capsys.readouterr().err
-    assert parser.main(["train", "tiny", "--run", run, "--resume", *settings]) == 0
-    assert parser.main(["compile", run, "--images", "60", "--num-slices", "4"]) == 0
+    assert parser.main(["train", "minute", "--run", run, "--resume", *settings]) == 0
+    paper = ["--fit", "paper", "--num-slices", "4"]
+    assert parser.main(["compile", run, "--images", "60", *paper]) == 0
     assert "dual R2" in capsys.readouterr().out
     assert parser.main(["evaluate", run, "--rounds", "1"]) == 0
     assert "ASAP-0" in capsys.readouterr().out
     stored = json.loads((tmp_path / "run" / "fidelity.json").read_text())
     assert stored["title"] == "demo: Sinkhorn teacher S=4 and its replacements"
-    moments = ["--features", "moments", "--closures", "2", "--ridge-scale", "trace"]
-    assert parser.main(["compile", run, "--images", "60", *moments]) == 0
+    assert parser.main(["compile", run, "--images", "60", "--ridge-scale", "trace"]) == 0
     assert parser.main(["evaluate", run, "--rounds", "1"]) == 0
     assert "compiled" in capsys.readouterr().out
-    assert parser.main(["compile", run, "--closures", "three"]) == 1
-    assert "'three'" in capsys.readouterr().err
+    for settings, message in (
+        (["--closures", "three"], "'three'"),
+        (["--closures", "two_sided"], "two_sided"),
+        (["--objective", "kl"], "--objective is not a setting of --fit moments"),
+        (["--features", "moments"], "--features is not a setting of --fit moments"),
+        (["--fit", "auto", "--ridge", "1"], "--ridge is not a setting of --fit auto"),
+        (["--fit", "paper", "--ridge", "-1"], "ridge"),
+    ):
+        assert parser.main(["compile", run, *settings]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
     assert parser.main(["evaluate", run, "--artefact", str(tmp_path / "none.npz")]) == 1
     assert "run python -m train compile" in capsys.readouterr().err
+
+
+def test_the_fits_and_their_settings_are_those_of_the_library(capsys):
+    arguments = parser.parser().parse_args(["compile", "run"])
+    assert fit_options.read(arguments, 3) == aj.Options(seed=3)
+    arguments = parser.parser().parse_args(["compile", "run", "--fit", "paper", "--token-bias"])
+    assert fit_options.read(arguments, 0) == aj.Options(fit=aj.PaperFit(token_bias=True))
+    with pytest.raises(SystemExit):
+        parser.parser().parse_args(["compile", "run", "--fit", "nothing"])
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("moments", "paper", "auto", "large codebook, weighted"))
+
+
+def test_every_candidate_of_the_library_can_be_named():
+    for candidate in aj.THOROUGH:
+        arguments = parser.parser().parse_args(
+            ["compile", "run", "--fit", candidate.name, "--closures", "1"]
+        )
+        if candidate.chain:
+            with pytest.raises(UserError, match="chain"):
+                fit_options.read(arguments, 0)
+        else:
+            assert fit_options.read(arguments, 0).fit == candidate

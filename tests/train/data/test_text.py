@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train import models
 from train.data import text
-from train.data.images import Batches
-from train.models.text import positions, sinusoids
+from train.data.examples import Batches, Examples
+from train.models import factory
+from train.models.text_encoder import EncoderSizes, positions, sinusoids
 from train.recipes import catalogue
 from train.runtime.errors import UserError
 
@@ -28,16 +28,20 @@ TOKENS = text.Tokens(features=("title", "body"), vocab_size=60, length=7)
 def recipe():
     return dataclasses.replace(
         catalogue.SMALL_AG_NEWS,
-        tokens=TOKENS,
-        model=catalogue.Encoder(width=8, depth=2, num_heads=2, mlp_dim=16),
+        inputs=TOKENS,
+        model=EncoderSizes(width=8, depth=2, num_heads=2, mlp_dim=16),
     )
 
 
 @pytest.fixture
 def tokens(rng):
-    found = rng.integers(1, 60, (3, 7)).astype(np.int32)
-    found[0, 4:] = 0
-    return found
+    rows = rng.integers(1, 60, (3, 7)).astype(np.int32)
+    rows[0, 4:] = 0
+    return rows
+
+
+def with_sizes(model, **changes):
+    return dataclasses.replace(model, sizes=dataclasses.replace(model.sizes, **changes))
 
 
 def test_training_the_tokenizer_twice_gives_the_same_one_within_its_size():
@@ -80,7 +84,7 @@ def test_of_several_hosts_the_first_stores_the_tokenizer(tmp_path, monkeypatch):
 def test_batches_of_texts_depend_on_seed_and_step_and_hide_tokens_but_no_pads(rng):
     rows = rng.integers(2, 60, (100, 7)).astype(np.int32)
     rows[:, 5:] = 0
-    examples = text.Texts(rows, np.arange(100, dtype=np.int32), ("a",))
+    examples = Examples(rows, np.arange(100, dtype=np.int32), ("a",), "texts")
     inputs = dataclasses.replace(TOKENS, unknown=0.3)
     one, two = (Batches(examples, inputs, 50, seed=1) for _ in range(2))
     one.at(0)
@@ -101,7 +105,7 @@ def test_positions_count_from_one_with_pads_at_zero_and_the_table_is_sines():
 
 
 def test_padded_text_masks_keys_alone_with_unit_columns(recipe, tokens):
-    model = models.build(recipe)
+    model = factory.build(recipe)
     variables = model.init(jax.random.key(0), tokens)
     _, state = model.apply(variables, tokens, mutable=["asap_capture"])
     record = state["asap_capture"]["block_1"]["SinkhornAttention_0"]["record"]
@@ -117,22 +121,22 @@ def test_padded_text_masks_keys_alone_with_unit_columns(recipe, tokens):
 
 
 def test_pads_are_left_out_of_the_pool_unless_asked_for(recipe, tokens):
-    model = models.build(recipe, lambda layer: aj.softmax_attention)
+    model = factory.build(recipe, lambda layer: aj.softmax_attention)
     variables = model.init(jax.random.key(0), tokens)
     short = model.apply(variables, tokens[:1, :4])
     np.testing.assert_allclose(model.apply(variables, tokens[:1]), short, atol=1e-5)
-    released = dataclasses.replace(model, pool_pads=True)
+    released = with_sizes(model, pool_pads=True)
     assert np.abs(released.apply(variables, tokens[:1]) - short).max() > 1e-3
 
 
 def test_the_quirks_keep_the_parameters_and_do_what_they_say(recipe, tokens):
-    model = models.build(recipe)
+    model = factory.build(recipe)
     variables = model.init(jax.random.key(0), tokens)
     logits = np.asarray(model.apply(variables, tokens))
-    twice = dataclasses.replace(model, double_softmax=True).apply(variables, tokens)
+    twice = with_sizes(model, double_softmax=True).apply(variables, tokens)
     expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     np.testing.assert_allclose(twice, expected, atol=1e-6)
-    noisy = dataclasses.replace(model, random_positions=True)
+    noisy = with_sizes(model, random_positions=True)
     assert np.abs(noisy.apply(variables, tokens) - logits).max() > 1e-3
     np.testing.assert_array_equal(
         noisy.apply(variables, tokens), noisy.apply(variables, tokens.copy())
@@ -140,7 +144,7 @@ def test_the_quirks_keep_the_parameters_and_do_what_they_say(recipe, tokens):
 
 
 def test_dropout_acts_in_training_alone(recipe, tokens):
-    model = models.build(recipe)
+    model = factory.build(recipe)
     variables = model.init(jax.random.key(0), tokens)
     run = lambda seed: model.apply(
         variables, tokens, deterministic=False, rngs={"dropout": jax.random.key(seed)}

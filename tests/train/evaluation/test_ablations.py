@@ -3,13 +3,11 @@
 import dataclasses
 
 import numpy as np
-import pytest
 
 import asap_jax as aj
-from train.data import images as data
+from train.data import tfds
+from train.data.splits import Split
 from train.evaluation import ablations, compile_teacher, fidelity
-from train.training import loop
-from train.training.teacher import Split
 
 PAPER = """
 ASAP-LS-0 (L=32), ASAP-LS (L=32), ASAP-KL-0 (L=32), ASAP-KL (L=32),
@@ -25,56 +23,51 @@ ASAP, residual log-sum-exp fit, token bias (L=256)
 
 
 def test_every_row_of_the_paper_is_there():
-    names = [row.name for row in ablations.settings(aj.Options())]
+    names = [row.name for row in ablations.settings(aj.PaperFit())]
     flat = PAPER.replace("\n", " ")
     assert len(names) == len(set(names)) == 26
     assert all(name in flat for name in names)
 
 
 def test_settings_differ_in_what_their_name_says_and_in_nothing_else():
-    base = aj.Options(seed=3, ridge=0.5)
+    base = aj.PaperFit(ridge=0.5)
     rows = {row.name: row for row in ablations.settings(base)}
-    assert rows["ASAP-LS (L=32)"].options == base
+    assert rows["ASAP-LS (L=32)"].fit == base
     for name, change in {
         "ASAP-KL-0 (L=32)": {"objective": "kl"},
         "ASAP-LS (L=128)": {"num_slices": 128},
         "ASAP shared coefficients": {"coefficients": "shared"},
         "Rank displacement + ASAP transform": {"features": "rank_displacement"},
-        "Predict both duals, no c-transform": {"closures": "none"},
+        "Predict both duals, no c-transform": {},
     }.items():
-        assert rows[name].options == dataclasses.replace(base, **change), name
+        assert rows[name].fit == dataclasses.replace(base, **change), name
+    assert rows["Predict both duals, no c-transform"].closures == "none"
     assert rows["ASAP-KL-0 (L=32)"].closures == "one_sided"
     assert rows["ASAP-KL (L=32)"].closures == "two_sided"
     assert [rows[f"ASAP, M={count}"].num_images for count in (512, 1024, 4096)] == [512, 1024, 4096]
 
 
-@pytest.fixture(scope="module")
-def trained(tiny, examples, tmp_path_factory):
-    return loop.train(tiny, examples, tmp_path_factory.mktemp("run"))
-
-
 def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, monkeypatch):
-    fits = []
+    fits, compile_once = [], compile_teacher.compile_teacher
 
     def counted(*args, **settings):
         fits.append(args[2])
-        return compiling_teacher(*args, **settings)
+        return compile_once(*args, **settings)
 
-    compiling_teacher = compile_teacher.compile_teacher
     monkeypatch.setattr(compile_teacher, "compile_teacher", counted)
-    kept = ("-KL-0", "Predict", "-0, residual", "M=150")
-    monkeypatch.setattr(ablations, "IMAGES", (150, 10_000))
+    chosen = ("-KL-0", "Predict", "-0, residual", "M=50")
+    monkeypatch.setattr(ablations, "IMAGES", (50, 10_000))
     every = ablations.settings
     monkeypatch.setattr(
         ablations,
         "settings",
-        lambda options, images: [
-            dataclasses.replace(row, options=dataclasses.replace(row.options, num_slices=4))
-            for row in every(options, images)
-            if any(part in row.name for part in kept)
+        lambda fit, images: [
+            dataclasses.replace(row, fit=dataclasses.replace(row.fit, num_slices=4))
+            for row in every(fit, images)
+            if any(part in row.name for part in chosen)
         ],
     )
-    split = Split(examples, test_examples, data.PACKAGED)
+    split = Split(examples.take(slice(60)), test_examples.take(slice(30)), tfds.PACKAGED)
     table, points = ablations.run(trained, split, rounds=1)
     names = [row.name for row in table.rows]
     assert names[:8] == [
@@ -82,7 +75,7 @@ def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, mon
         *("ASAP-0", "ASAP", "ASAP-KL-0 (L=32)"),
     ]
     assert names[-1] == "teacher"
-    # ASAP-0 and ASAP of one fit share it: KL, M=150, both duals, residual, default.
+    # ASAP-0 and ASAP of one fit share it: KL, M=50, both duals, residual, default.
     assert len(fits) == 5
     assert "10000" in table.facts["left out"]
     assert all(np.isfinite(row.rel_l2) for row in table.rows)
@@ -95,17 +88,17 @@ def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, mon
 
 
 def test_a_row_is_measured_with_its_own_fit(trained, examples, test_examples):
-    options = aj.Options(num_slices=4)
     rows = [
-        ablations.Setting("a", options, "two_sided", 60),
-        ablations.Setting("b", dataclasses.replace(options, objective="kl"), "one_sided", 60),
+        ablations.Setting("a", aj.PaperFit(num_slices=4), "two_sided", 60),
+        ablations.Setting("b", aj.PaperFit(num_slices=4, objective="kl"), "one_sided", 60),
     ]
     more = ablations.compile_rows(trained, examples, rows)
     table = fidelity.measure(
         trained.recipe, trained.variables, test_examples, more=more, budgets=(2,), rounds=1
     )
     for row, setting in zip(more, rows, strict=True):
-        alone = compile_teacher.compile_teacher(trained, examples, setting.options, num_images=60)
+        options = aj.Options(fit=setting.fit, seed=trained.seed)
+        alone = compile_teacher.compile_teacher(trained, examples, options, num_images=60)
         for path, state in row.states.items():
             leaf = alone.variables["asap"]
             for part in path:

@@ -14,10 +14,10 @@ import rich.console
 import asap_jax as aj
 from train.cli import demo
 from train.evaluation import compile_teacher, fidelity, operators, picture
-from train.reporting.table import COLUMNS, draw
+from train.evaluation.fidelity_table import COLUMNS
+from train.reporting.table import Table
 from train.runtime import timing
 from train.runtime.errors import UserError
-from train.training import loop, teacher
 
 ROWS = [
     "softmax swap",
@@ -32,15 +32,9 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def trained(tiny, examples, tmp_path_factory):
-    return loop.train(tiny, examples, tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
 def compiled(trained, examples):
-    return compile_teacher.compile_teacher(
-        trained, examples, aj.Options(num_slices=8), num_images=100
-    ).variables
+    options = aj.Options(fit=aj.PaperFit(num_slices=8))
+    return compile_teacher.compile_teacher(trained, examples, options, num_images=100).variables
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +86,11 @@ def test_attention_columns_are_means_over_batches_and_layers(trained, test_examp
     monkeypatch.setattr(fidelity, "BATCH_SIZE", 30)
     reference = operators.teacher(trained.recipe, trained.variables)
     (softmax,) = operators.swaps(trained.recipe, trained.variables, budgets=())
-    images = trained.recipe.pixels.normalise(test_examples.images)
-    means, cases = fidelity.attention_columns(
-        [softmax], reference, trained.recipe, images, lambda *_: None
-    )
-    assert cases == 4
+    images = trained.recipe.inputs.prepare(test_examples)
+    cases = fidelity.case_values([softmax], reference, trained.recipe, images)["softmax swap"]
+    assert len(cases["rel_l2"]) == 4
+    figures = fidelity.figures([softmax], reference, trained.recipe, test_examples)["softmax swap"]
+    assert figures.cases == cases
     expected = []
     for start, layer in itertools.product((0, 30), (0, 1)):
         records = fidelity.capture(reference, images[start : start + 30])
@@ -109,7 +103,7 @@ def test_attention_columns_are_means_over_batches_and_layers(trained, test_examp
             plan = plan / plan.sum(-1 - half % 2, keepdims=True)
         norm = lambda x: np.sqrt((x**2).sum((0, 2, 3)))
         expected.append((norm(softmax_plan - plan) / norm(plan)).mean())
-    np.testing.assert_allclose(means["softmax swap"]["rel_l2"], np.mean(expected), rtol=1e-4)
+    np.testing.assert_allclose(figures.mean("rel_l2"), np.mean(expected), rtol=1e-4)
 
 
 def test_without_compiled_layers_the_asap_rows_are_left_out(trained, test_examples):
@@ -120,7 +114,7 @@ def test_without_compiled_layers_the_asap_rows_are_left_out(trained, test_exampl
 
 
 def test_the_table_is_written_with_what_it_was_measured_on(table, tmp_path):
-    text, values = table.write(tmp_path)
+    text, values = table.report().write(tmp_path, "fidelity")
     markdown = text.read_text()
     for words in (
         "| attention | test accuracy | agreement with teacher | attention rel-l2 |",
@@ -143,7 +137,7 @@ def test_a_table_wider_than_the_console_loses_nothing():
     out = io.StringIO()
     console = rich.console.Console(file=out, width=40)
     name, cells = "ASAP, residual log-sum-exp fit, token bias (L=256)", ["0.123"] * 8
-    draw(console, "wide", ["attention", *"abcdefgh"], [[name, *cells]])
+    Table(["attention", *"abcdefgh"], [[name, *cells]], "wide").print(console)
     assert out.getvalue().count("0.123") == 8
     assert name in out.getvalue()
     assert console.width == 40
@@ -151,7 +145,7 @@ def test_a_table_wider_than_the_console_loses_nothing():
 
 def test_the_table_prints_whole_in_100_columns(table):
     out = io.StringIO()
-    table.print(rich.console.Console(file=out, width=100, soft_wrap=True))
+    table.report().print(rich.console.Console(file=out, width=100, soft_wrap=True))
     printed = out.getvalue()
     assert "…" not in printed
     assert all(name in printed for name in ROWS)
@@ -177,10 +171,10 @@ def test_a_softmax_teacher_cannot_be_compiled(trained, examples):
         trained, recipe=dataclasses.replace(trained.recipe, attention="softmax")
     )
     with pytest.raises(UserError, match="only Sinkhorn attention can be compiled"):
-        compile_teacher.compile_teacher(softmax, examples)
+        compile_teacher.compile_teacher(softmax, examples, aj.Options())
 
 
-def test_masked_tokens_have_no_say_in_the_marginals():
+def test_masked_tokens_are_not_part_of_the_marginals():
     record = aj.linen.SinkhornAttention  # only the fields of a record matter here
     fields = {"query": jnp.zeros((1, 3, 1, 2)), "key": jnp.zeros((1, 4, 1, 2))}
     mask = jnp.array([1, 1, 0])[:, None] * jnp.array([1, 1, 1, 0])
@@ -221,19 +215,18 @@ def test_the_picture_shows_the_same_head_under_three_operators(
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_demo_runs_through_and_writes_all_it_promises(tiny, tmp_path, monkeypatch, capsys):
+def test_the_demo_runs_through_and_writes_all_it_promises(
+    tiny, split, tmp_path, monkeypatch, capsys
+):
     small = dataclasses.replace(tiny, epochs=1, batch_size=100, drops=())
-    load = teacher.load_data
-
-    def few(recipe, data_dir=None):
-        split = load(recipe, data_dir)
-        return dataclasses.replace(
-            split, train=split.train.take(slice(300)), test=split.test.take(slice(40))
-        )
-
-    monkeypatch.setattr(demo.teacher, "load_data", few)
+    few = dataclasses.replace(
+        split, train=split.train.take(slice(300)), test=split.test.take(slice(40))
+    )
+    monkeypatch.setattr(demo, "load_data", lambda recipe: few)
+    old = tmp_path / "checkpoints" / "999"  # of an older demo, which is replaced
+    old.mkdir(parents=True)
     table = demo.run(0, tmp_path, small)
-    demo.run(0, tmp_path, small)  # replaces what is there
+    assert not old.exists()
     more = [f"Moments, {text}" for text in ("1 closure", "2 closures", "3 closures")]
     assert [row.name for row in table.rows] == [*ROWS[:-1], *more, "teacher"]
     for name in ("fidelity.md", "fidelity.json", "plans.png", "compiled.npz", "metrics.jsonl"):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train import models
-from train.models.vit import Block, VisionTransformer, patches
+from train.models import factory
+from train.models.vit import Block, VisionTransformer, ViTSizes, patches
 
 
 def factories():
@@ -40,18 +40,18 @@ def test_a_patch_size_that_does_not_divide_is_refused(images):
 
 def test_every_attention_family_has_the_same_parameters(tiny, images):
     trees = {
-        name: models.build(tiny, factory).init(jax.random.key(0), images)["params"]
-        for name, factory in factories().items()
+        name: factory.build(tiny, attention).init(jax.random.key(0), images)["params"]
+        for name, attention in factories().items()
     }
     for tree in trees.values():
         chex.assert_trees_all_equal(tree, trees["softmax"])
 
 
 def test_one_set_of_parameters_serves_every_family_and_one_step_is_softmax(tiny, images):
-    params = models.build(tiny).init(jax.random.key(0), images)
+    params = factory.build(tiny).init(jax.random.key(0), images)
     logits = {
-        name: models.build(tiny, factory).apply(params, images)
-        for name, factory in factories().items()
+        name: factory.build(tiny, attention).apply(params, images)
+        for name, attention in factories().items()
     }
     assert logits["S=10"].shape == (3, 10)
     np.testing.assert_allclose(logits["S=1"], logits["softmax"], atol=1e-5)
@@ -59,16 +59,8 @@ def test_one_set_of_parameters_serves_every_family_and_one_step_is_softmax(tiny,
 
 
 def test_head_width_is_free_of_the_model_width(images):
-    model = VisionTransformer(
-        10,
-        7,
-        width=12,
-        depth=1,
-        num_heads=2,
-        head_dim=64,
-        mlp_dim=8,
-        attention=lambda layer: aj.softmax_attention,
-    )
+    sizes = ViTSizes(patch_size=7, width=12, depth=1, num_heads=2, head_dim=64, mlp_dim=8)
+    model = VisionTransformer(10, sizes, lambda layer: aj.softmax_attention)
     params = model.init(jax.random.key(0), images)["params"]
     attention = params["block_0"]["attention"]
     assert attention["query"]["kernel"].shape == (12, 2, 64)
@@ -78,7 +70,8 @@ def test_head_width_is_free_of_the_model_width(images):
 
 
 def test_without_feed_forward_a_block_is_attention_and_residual_only(rng):
-    block = Block(num_heads=1, head_dim=8, mlp_dim=0, attention=lambda layer: aj.softmax_attention)
+    sizes = ViTSizes(patch_size=1, width=8, depth=1, num_heads=1, head_dim=8, mlp_dim=0)
+    block = Block(sizes, lambda layer: aj.softmax_attention)
     x = rng.normal(size=(2, 5, 8)).astype(np.float32)
     params = block.init(jax.random.key(0), x)["params"]
     assert set(params) == {"attention", "attention_norm"}
@@ -87,7 +80,8 @@ def test_without_feed_forward_a_block_is_attention_and_residual_only(rng):
 
 
 def test_blocks_normalise_first_and_use_the_exact_gelu(rng):
-    block = Block(num_heads=1, head_dim=4, mlp_dim=6, attention=lambda layer: aj.softmax_attention)
+    sizes = ViTSizes(patch_size=1, width=8, depth=1, num_heads=1, head_dim=4, mlp_dim=6)
+    block = Block(sizes, lambda layer: aj.softmax_attention)
     x = rng.normal(size=(1, 3, 4)).astype(np.float32)
     params = block.init(jax.random.key(1), x)["params"]
     params["attention"]["out"]["kernel"] = jnp.zeros_like(params["attention"]["out"]["kernel"])
@@ -101,6 +95,6 @@ def test_blocks_normalise_first_and_use_the_exact_gelu(rng):
 def test_the_class_token_alone_is_classified(tiny, images):
     """With no block the class token never sees the image."""
     shallow = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, depth=0))
-    model = models.build(shallow)
+    model = factory.build(shallow)
     logits = model.apply(model.init(jax.random.key(0), images), images)
     np.testing.assert_allclose(logits[1:], logits[:-1], atol=1e-6)

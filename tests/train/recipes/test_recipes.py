@@ -1,4 +1,4 @@
-"""Recipes survive JSON, are told apart, and build what they say."""
+"""Recipes survive JSON, differ where they should, and build their models."""
 
 import dataclasses
 import json
@@ -6,8 +6,9 @@ import json
 import jax
 import pytest
 
-from train import models
+from train.models import factory
 from train.recipes import catalogue
+from train.recipes.schema import Recipe, differences
 from train.runtime.errors import UserError
 
 ALL = sorted(catalogue.RECIPES)
@@ -16,7 +17,7 @@ ALL = sorted(catalogue.RECIPES)
 @pytest.mark.parametrize("name", ALL)
 def test_a_recipe_survives_a_round_trip_through_json(name):
     recipe = catalogue.find(name)
-    again = catalogue.Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
+    again = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
     assert again == recipe
     assert hash(again) == hash(recipe)
 
@@ -33,7 +34,7 @@ def test_a_recipe_says_what_it_costs_and_gives(name):
 @pytest.mark.parametrize("name", ALL)
 def test_a_recipe_builds_a_model_for_its_images(name):
     recipe = catalogue.find(name)
-    model = models.build(recipe)
+    model = factory.build(recipe)
     images = recipe.example_inputs(2)
     logits = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), images)[0])
     assert logits.shape == (2, recipe.num_classes)
@@ -47,7 +48,7 @@ def test_the_demo_has_two_layers_and_ten_steps_at_least():
 
 def test_differences_name_the_setting_and_both_values():
     other = dataclasses.replace(catalogue.DEMO, batch_size=7, cost="none")
-    (line,) = catalogue.differences(catalogue.DEMO, other)
+    (line,) = differences(catalogue.DEMO, other)
     assert line == f"batch_size was {catalogue.DEMO.batch_size} and is now 7"
 
 

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train import models
-from train.bench import parallel as side_by_side
-from train.data import images
-from train.data.images import Batches
+from train.bench import device_losses
+from train.data import tfds
+from train.data.examples import Batches
 from train.evaluation import compile_teacher
-from train.runtime import devices as parallel
+from train.models import factory
+from train.runtime import devices
 from train.runtime.errors import UserError
-from train.training import loop, teacher
+from train.training import loop
+from train.training.teacher import load_teacher
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +32,13 @@ def recipe(minute):
 def first_moments(way, recipe, examples):
     """The losses of three steps and Adam's first moments, which are mean gradients."""
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed=0)
-    devices, create, step = loop.programs(recipe, batches.steps_per_epoch, way)
-    state = devices.place(jax.tree.map(np.asarray, create(jax.random.key(0))))
+    layout, create, step = loop.programs(recipe, batches.steps_per_epoch, way)
+    state = layout.place(jax.tree.map(np.asarray, create(jax.random.key(0))))
     losses = []
     for index in range(3):
-        state, metrics = step(state, *map(devices.feed, batches.at(index)))
-        losses.append(float(devices.read(jax.block_until_ready(metrics))["loss"]))
-    return losses, devices.read(state).opt_state[0].mu
+        state, metrics = step(state, *map(layout.feed, batches.at(index)))
+        losses.append(float(layout.read(jax.block_until_ready(metrics))["loss"]))
+    return losses, layout.read(state).opt_state[0].mu
 
 
 def assert_close(found, expected):
@@ -75,7 +76,7 @@ def test_dropout_under_jit_is_that_of_one_device(recipe, examples):
     assert not np.allclose(losses, first_moments("jit", recipe, examples)[0], atol=1e-3)
 
 
-@pytest.mark.parametrize("way", [parallel.Sharded, parallel.Mapped])
+@pytest.mark.parametrize("way", [devices.Sharded, devices.Mapped])
 def test_a_batch_that_does_not_share_out_evenly_is_refused(way):
     with pytest.raises(UserError, match=r"batch_size 7 does not share out evenly among 2 devices"):
         way(7)
@@ -94,7 +95,7 @@ def test_a_run_may_go_on_in_the_other_way(recipe, examples, tmp_path):
 
 
 def test_the_parts_of_a_batch_are_the_batch(minute, examples):
-    pixels = dataclasses.replace(minute.pixels, shift=2, flip=True)
+    pixels = dataclasses.replace(minute.inputs, shift=2, flip=True)
     batches = Batches(examples, pixels, 20, seed=3)
     whole = batches.at(5)
     parts = [batches.at(5, (index, 4)) for index in range(4)]
@@ -103,7 +104,7 @@ def test_the_parts_of_a_batch_are_the_batch(minute, examples):
 
 
 def test_losses_are_printed_side_by_side(recipe, capsys):
-    found = side_by_side.run(2, recipe)
+    found = device_losses.run(2, recipe)
     text = capsys.readouterr().out
     assert "alone" in text.splitlines()[0]
     assert text.count("of one device") == 2
@@ -114,7 +115,7 @@ def test_losses_are_printed_side_by_side(recipe, capsys):
 def test_one_device_has_nothing_to_compare(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     with pytest.raises(UserError, match="JAX_NUM_CPU_DEVICES=2"):
-        side_by_side.run(2)
+        device_losses.run(2)
 
 
 @pytest.mark.parametrize(
@@ -126,25 +127,30 @@ def test_one_device_has_nothing_to_compare(monkeypatch):
 )
 def test_settings_of_hosts_that_do_not_fit_are_named(given, message):
     with pytest.raises(UserError, match=message):
-        parallel.connect(*given)
+        devices.connect(*given)
 
 
 HOST = """
 import json, pathlib, sys
 import jax
-from train import compiling, data, loop, parallel
-from train.recipe import Recipe
+import asap_jax as aj
+from train.data.splits import load_data
+from train.evaluation import compile_teacher
+from train.recipes.schema import Recipe
+from train.runtime import devices
+from train.training import loop
 
 jax.config.update("jax_num_cpu_devices", 1)
 folder, port, index = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-parallel.connect(f"localhost:{port}", 2, index)
+devices.connect(f"localhost:{port}", 2, index)
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 2, 1)
 recipe = Recipe.from_json(json.loads((folder / "recipe.json").read_text()))
-examples = data.load("fashion_mnist", "train[:200]", data.PACKAGED)
+examples = load_data(recipe).train.take(slice(200))
 loop.train(recipe, examples, folder / "pmap", way="pmap")
 loop.train(recipe, examples, folder / "jit", stop_after=3)
 trained = loop.train(recipe, examples, folder / "jit", resume=True)
-result = compiling.compile_teacher(trained, examples, num_images=160)
+options = aj.Options(fit="paper", seed=trained.seed)
+result = compile_teacher.compile_teacher(trained, examples, options, num_images=160)
 (state, *_) = result.states.values()
 numbers = state.predictor.head.coefficients.tolist()
 (folder / f"coefficients-{index}.json").write_text(json.dumps(numbers))
@@ -156,7 +162,7 @@ def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    root = images.PACKAGED.parent.parent
+    root = tfds.PACKAGED.parent.parent.parent
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", HOST, str(tmp_path), port, str(index)],
@@ -168,10 +174,10 @@ def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
         )
         for index in range(2)
     ]
-    told = [host.communicate(timeout=240)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], told
-    assert "train demo: 5/5" in told[0]
-    assert "train demo" not in told[1]
+    printed = [host.communicate(timeout=240)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], printed
+    assert "train demo: 5/5" in printed[0]
+    assert "train demo" not in printed[1]
     loop.train(recipe, examples, tmp_path / "alone")
     expected = [json.loads(x) for x in (tmp_path / "alone/metrics.jsonl").read_text().splitlines()]
     for way in ("jit", "pmap"):
@@ -183,12 +189,13 @@ def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
         for index in range(2)
     ]
     np.testing.assert_array_equal(*coefficients)
-    trained = teacher.load(tmp_path / "jit")
+    trained = load_teacher(tmp_path / "jit")
     batches = list(compile_teacher.calibration_batches(trained, examples, 160))
-    calibration = aj.linen.Calibration(models.build(recipe), aj.Options(seed=trained.seed))
+    calibration = aj.linen.Calibration(
+        factory.build(recipe), aj.Options(fit="paper", seed=trained.seed)
+    )
     for share in (batches[0::2], batches[1::2]):  # each process holds its own second batch out
-        kept = [x for i, x in enumerate(share) if not aj.fitting.is_held_out(i, 0.2)]
-        for batch in kept:
+        for batch in [x for i, x in enumerate(share) if i != 1]:
             calibration.add(trained.variables, batch)
     result = calibration.finish(trained.variables, batches[:1])
     (state, *_) = result.states.values()

@@ -12,7 +12,7 @@ from scipy.special import logsumexp
 
 import asap_jax as aj
 from train.cli import parser
-from train.study import ideas
+from train.study import idea_features, ideas
 from train.training import loop
 
 
@@ -20,7 +20,7 @@ from train.training import loop
 def test_third_order_features_follow_their_formula(rng, x64, masked):
     q, k = (problems.normal(rng, n, 3, dtype="float64") for n in (9, 7))
     valid, key_valid = np.arange(9) < (6 if masked else 9), np.arange(7) < (5 if masked else 7)
-    x = ideas.ThirdOrder()(q, k, query_valid=valid, key_valid=key_valid)
+    x = idea_features.ThirdOrder()(q, k, query_valid=valid, key_valid=key_valid)
     root = 3**-0.25
     u = root * (q - q[valid].mean(0))
     own = np.cov(root * q[valid].T, bias=True)
@@ -45,7 +45,7 @@ def test_the_gaussian_plan_is_sinkhorn_between_gaussians(rng, x64):
     for _ in range(4):
         u = step(product, step(product.T, u))
     curvature = -2 * np.polyfit(x, u, 2)[0]
-    features = ideas.GaussianPlan(steps=4)(q, k)
+    features = idea_features.GaussianPlan(steps=4)(q, k)
     expected = reference.center(curvature * q[:, 0] ** 2, np.ones(40, bool))
     np.testing.assert_allclose(features[:, 0], expected, atol=1e-3)
     np.testing.assert_allclose(features[:, 1], 0, atol=1e-9)  # equal means
@@ -79,10 +79,10 @@ def test_every_idea_is_measured_and_written(run, tmp_path, monkeypatch, capsys):
     text = (tmp_path / "ideas.md").read_text()
     assert f"| moments, chain | - | {tried[-1]['rel_l2']['2']:.4f} |" in text
     assert "moments, Gaussian plan" in capsys.readouterr().out
-    monkeypatch.setattr(ideas, "measure", lambda *a, **k: pytest.fail("measured anew"))
+    monkeypatch.setattr(ideas, "measure", lambda *a, **k: pytest.fail("measured again"))
     assert parser.main(["study", "ideas", str(run), *settings]) == 0
     assert (tmp_path / "ideas.md").read_text() == text
-    with pytest.raises(pytest.fail.Exception, match="measured anew"):
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
         parser.main(["study", "ideas", str(run), *settings, "--again"])
 
 

@@ -13,13 +13,22 @@ from jax.extend.core import jaxprs_in_params
 
 import asap_jax as aj
 from asap_jax.records import Record
-from train import study
 from train.cli import parser
+from train.data.splits import load_data
 from train.evaluation import fidelity, operators
 from train.runtime.errors import UserError
-from train.study import cache as kept
-from train.study import entries, extra_cost, groups, measure, plot, results
-from train.training import loop, teacher
+from train.study import (
+    cache,
+    closures_plot,
+    entries,
+    extra_cost,
+    fidelity_study,
+    groups,
+    results,
+)
+from train.study.teacher_figures import sample
+from train.training import loop
+from train.training.teacher import Teacher, accuracy_on, load_teacher
 
 NAMES = [
     *("softmax swap", "Sinkhorn S=2", "Sinkhorn S=3", "ASAP-0", "ASAP"),
@@ -42,12 +51,14 @@ def run(minute, examples, tmp_path_factory):
 def done(run, tmp_path_factory):
     """The study of that teacher, as the command line makes it: the study and its folder."""
     out, found = tmp_path_factory.mktemp("study"), []
-    make = study.run
+    make = fidelity_study.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aj, "CANDIDATES", CHEAP)
         patch.setattr(entries, "CLOSURES", (2,))
         patch.setattr(fidelity, "BATCH_SIZE", 20)
-        patch.setattr(study, "run", lambda *a, **k: found.append(make(*a, **k)) or found[-1])
+        patch.setattr(
+            fidelity_study, "run", lambda *a, **k: found.append(make(*a, **k)) or found[-1]
+        )
         few = ["--test-examples", "60", "--calibration", "60"]
         assert parser.main(["study", "fidelity", "--out", str(out), *few, str(run)]) == 0
     return found[0][0], out
@@ -63,8 +74,8 @@ def values(done):
 @pytest.fixture(scope="module")
 def cases(run):
     """Scores of every case, three batches of 20 at one layer, in NumPy float64."""
-    trained = teacher.load(run)
-    test = measure.sample(teacher.load_data(trained.recipe).test, 60)
+    trained = load_teacher(run)
+    test = sample(load_data(trained.recipe).test, 60)
     inputs = trained.recipe.inputs.prepare(test)
     reference = operators.teacher(trained.recipe, trained.variables)
     found = []
@@ -127,13 +138,13 @@ def test_fits_come_closer_than_what_they_replace(values):
     assert rel_l2["ASAP"] < rel_l2["ASAP-0"] < rel_l2["softmax swap"]
 
 
-def test_the_automatic_recipe_says_what_it_kept(done):
+def test_the_automatic_fit_says_what_it_chose(done):
     (group,) = done[0].groups
     for row in group.teachers[0].rows:
         assert len(row.chosen) == (1 if row.family == "Auto" else 0)
         assert set(row.chosen.values()) <= {"plain", "pooled"}
-    (kept,) = row.chosen.values()
-    assert group.facts["Auto, 2 closures: kept"] == f"{kept!r} in 1 of 1 layers"
+    (chosen,) = row.chosen.values()
+    assert group.facts["Auto, 2 closures: chosen"] == f"{chosen!r} in 1 of 1 layers"
 
 
 def test_only_predictions_cost_extra(values):
@@ -212,10 +223,10 @@ def test_logit_kl_is_the_mean_divergence_of_the_answers():
 
 def test_answers_are_compared_with_the_teachers(done, run, values):
     (group,) = done[0].groups
-    trained = teacher.load(run)
-    split = teacher.load_data(trained.recipe)
-    assert group.teachers[0].accuracy == teacher.test_accuracy(trained, split.test)
-    test = measure.sample(split.test, 60)
+    trained = load_teacher(run)
+    split = load_data(trained.recipe)
+    assert group.teachers[0].accuracy == accuracy_on(trained, split.test)
+    test = sample(split.test, 60)
     inputs = trained.recipe.inputs.prepare(test)
     row = operators.swaps(trained.recipe, trained.variables, (2,))[1]
     reference = operators.teacher(trained.recipe, trained.variables)
@@ -227,10 +238,10 @@ def test_answers_are_compared_with_the_teachers(done, run, values):
 
 
 def test_a_sample_has_every_example_once(tiny):
-    test = teacher.load_data(tiny).test
-    some = measure.sample(test, 100)
-    assert len({image.tobytes() for image in some.images}) == 100
-    assert np.array_equal(measure.sample(test, 10_000).images, test.images)
+    test = load_data(tiny).test
+    some = sample(test, 100)
+    assert len({image.tobytes() for image in some.values}) == 100
+    assert np.array_equal(sample(test, 10_000).values, test.values)
 
 
 @pytest.fixture
@@ -307,12 +318,12 @@ def test_facts_say_what_was_measured_on_what(done):
 def test_the_plot_has_a_panel_a_group_with_medians_and_ranges(done, seeds):
     (group,) = done[0].groups
     three = dataclasses.replace(group, lines=results.lines_of(seeds))
-    drawn = plot.figure(dataclasses.replace(done[0], groups=(three, group)))
+    drawn = closures_plot.figure(dataclasses.replace(done[0], groups=(three, group)))
     shown = [panel for panel in drawn.axes if panel.axison]
     assert len(shown) == 2
     assert all(panel.get_yscale() == "log" for panel in shown)
-    families = plot.families(three)
-    assert list(families) == list(plot.STYLES)
+    families = closures_plot.families(three)
+    assert list(families) == list(closures_plot.STYLES)
     assert [line.name for line in families["Sinkhorn, other ending"]] == ["Sinkhorn S=3"]
     for bars, lines in zip(shown[0].containers, families.values(), strict=True):
         medians = [line.values["rel_l2"].median for line in lines]
@@ -327,17 +338,17 @@ def test_the_three_files_are_written(done):
     assert (done[1] / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
-def trained(recipe, seed=0, **changes):
-    return teacher.Teacher(dataclasses.replace(recipe, **changes), seed, 1, {})
+def untrained(recipe, seed=0, **changes):
+    return Teacher(dataclasses.replace(recipe, **changes), seed, 1, {})
 
 
 def test_teachers_of_one_recipe_are_a_group_and_labels_tell_groups_apart(tiny):
     found = groups.groups_of(
         [
-            ("a", trained(tiny)),
-            ("b", trained(tiny, 1, summary="another text")),
-            ("c", trained(tiny, learning_rate=0.01)),
-            ("d", trained(tiny, epochs=7)),
+            ("a", untrained(tiny)),
+            ("b", untrained(tiny, 1, summary="another text")),
+            ("c", untrained(tiny, learning_rate=0.01)),
+            ("d", untrained(tiny, epochs=7)),
         ]
     )
     runs = {label: [folder for folder, _ in members] for label, members in found.items()}
@@ -350,23 +361,23 @@ def test_teachers_of_one_recipe_are_a_group_and_labels_tell_groups_apart(tiny):
 
 def test_the_same_teacher_twice_is_refused(tiny):
     with pytest.raises(UserError, match="a and b are the same teacher of seed 0: leave one out"):
-        groups.groups_of([("a", trained(tiny)), ("b", trained(tiny))])
+        groups.groups_of([("a", untrained(tiny)), ("b", untrained(tiny))])
 
 
-def test_bad_runs_are_named_with_the_cure(minute, run, tmp_path, capsys, monkeypatch):
+def test_bad_runs_are_named_with_what_to_do(minute, run, tmp_path, capsys, monkeypatch):
     assert parser.main(["study", "fidelity"]) == 1
-    assert "no run folder was given: train teachers with" in capsys.readouterr().err
+    assert "there is no run folder: train teachers with" in capsys.readouterr().err
     missing = str(tmp_path / "missing")
     assert parser.main(["study", "fidelity", "--out", str(tmp_path), str(run), missing]) == 1
     assert "no checkpoint in " in capsys.readouterr().err
-    for changes, cure in (
+    for changes, remedy in (
         ({"attention": "softmax"}, "softmax attention: leave it out, or train it with --attention"),
         ({"spec": aj.SinkhornSpec(num_steps=1)}, "leave it out, or train it with --num-steps 2"),
     ):
-        other = trained(minute, **changes)
-        monkeypatch.setattr(groups.teachers, "load", lambda folder, other=other: other)
+        other = untrained(minute, **changes)
+        monkeypatch.setattr(groups, "load_teacher", lambda folder, other=other: other)
         assert parser.main(["study", "fidelity", "--out", str(tmp_path), missing]) == 1
-        assert cure in capsys.readouterr().err
+        assert remedy in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -394,27 +405,27 @@ def test_an_entry_knows_its_closures_and_where_they_end(steps, side, closures, e
     assert (entry.closures, entry.ends) == expected
 
 
-def test_figures_are_kept_with_the_run_and_read_again_under_the_same_settings(
+def test_figures_are_stored_with_the_run_and_read_again_under_the_same_settings(
     done, run, tmp_path, monkeypatch
 ):
-    """A NaN goes through the file; other settings, a damaged file or --again measure anew."""
+    """A NaN goes through the file; other settings, a damaged file or --again measure again."""
     monkeypatch.setattr(aj, "CANDIDATES", CHEAP)
-    monkeypatch.setattr(study, "measure", lambda *a, **k: pytest.fail("measured anew"))
+    monkeypatch.setattr(fidelity_study, "measure", lambda *a, **k: pytest.fail("measured again"))
     settings = dict(test_examples=60, num_images=60)
-    found, _ = study.run([run], None, tmp_path, **settings)
+    found, _ = fidelity_study.run([run], None, tmp_path, **settings)
     assert found.groups[0].teachers == done[0].groups[0].teachers
-    stored = json.loads((run / kept.FIDELITY).read_text())["settings"]
+    stored = json.loads((run / cache.FIDELITY).read_text())["settings"]
     (figures,) = found.groups[0].teachers
     rows = (dataclasses.replace(figures.rows[0], values={"rel_l2": np.nan, "accuracy": np.inf}),)
     odd = dataclasses.replace(figures, rows=rows)
-    kept.write(run / kept.FIDELITY, stored, odd)
-    again = kept.read(run / kept.FIDELITY, stored, results.TeacherFigures.read)
+    cache.write(run / cache.FIDELITY, stored, odd)
+    again = cache.read(run / cache.FIDELITY, stored, results.TeacherFigures.read)
     np.testing.assert_equal(again.rows[0].values, rows[0].values)
     calls = []
-    monkeypatch.setattr(study, "measure", lambda *a, **k: calls.append(k) or figures)
-    study.run([run], None, tmp_path, **settings, again=True)
-    study.run([run], None, tmp_path, **{**settings, "test_examples": 59})
-    (run / kept.FIDELITY).write_text("{")
-    study.run([run], None, tmp_path, **settings)
-    study.run([run], None, tmp_path, **settings)
+    monkeypatch.setattr(fidelity_study, "measure", lambda *a, **k: calls.append(k) or figures)
+    fidelity_study.run([run], None, tmp_path, **settings, again=True)
+    fidelity_study.run([run], None, tmp_path, **{**settings, "test_examples": 59})
+    (run / cache.FIDELITY).write_text("{")
+    fidelity_study.run([run], None, tmp_path, **settings)
+    fidelity_study.run([run], None, tmp_path, **settings)
     assert [call["test_examples"] for call in calls] == [60, 59, 60]

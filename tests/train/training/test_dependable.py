@@ -16,9 +16,11 @@ import jax
 import numpy as np
 import pytest
 
-from train.data import images
+from train.data import tfds
+from train.models import factory
 from train.runtime.errors import UserError
-from train.training import checkpoints, loop, run_folder, teacher
+from train.training import checkpoints, loop, run_folder, step
+from train.training.teacher import load_teacher
 
 STEPS = 20
 
@@ -35,8 +37,10 @@ def collected():
 
 CHILD = """
 import json, os, pathlib, signal, sys, threading
-from train import data, loop
-from train.recipe import Recipe
+from train.data.examples import Batches
+from train.data.splits import load_data
+from train.recipes.schema import Recipe
+from train.training import loop
 
 folder, when = pathlib.Path(sys.argv[1]), sys.argv[2]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -49,20 +53,20 @@ def watch():
 if when == "save":
     threading.Thread(target=watch, daemon=True).start()
 elif when != "never":
-    at = data.Batches.at
+    at = Batches.at
     deadly = lambda self, step, share: die() if step == int(when) else at(self, step, share)
-    data.Batches.at = deadly
+    Batches.at = deadly
 recipe = Recipe.from_json(json.loads((folder / "recipe.json").read_text()))
-examples = data.load("fashion_mnist", "train[:200]", data.PACKAGED)
+examples = load_data(recipe).train.take(slice(200))
 loop.train(recipe, examples, folder / "run", seed=5, resume=True, save_every=1)
 """
 
 
 def child(folder, when):
-    """Runs the training in a process of its own, which kills itself when told to."""
+    """Runs the training in a process of its own, which kills itself where ``when`` says."""
     return subprocess.run(
         [sys.executable, "-c", CHILD, str(folder), str(when)],
-        cwd=images.PACKAGED.parent.parent,
+        cwd=tfds.PACKAGED.parent.parent.parent,
         env={
             **os.environ,
             "JAX_NUM_CPU_DEVICES": "2",
@@ -81,7 +85,7 @@ def test_a_killed_run_resumes_to_the_same_bits(minute, examples, tmp_path):
         done = child(tmp_path, when)
         assert done.returncode == (0 if when == "never" else -signal.SIGKILL), done.stderr
     whole = loop.train(minute, examples, tmp_path / "whole", seed=5)
-    killed = teacher.load(tmp_path / "run")
+    killed = load_teacher(tmp_path / "run")
     assert killed.step == whole.step == STEPS
     chex.assert_trees_all_equal(killed.variables, whole.variables)
     steps = [
@@ -127,7 +131,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, damage,
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
     damage(run / "checkpoints" / str(STEPS))
-    assert teacher.load(run).step == STEPS // 2
+    assert load_teacher(run).step == STEPS // 2
     text = " ".join(capsys.readouterr().out.split())
     assert f"the checkpoint of step {STEPS} in {run}/checkpoints is damaged" in text
 
@@ -139,7 +143,7 @@ def test_a_run_goes_on_from_the_last_good_checkpoint(minute, examples, finished,
     again = loop.train(minute, examples, run, resume=True)
     assert "is damaged" in capsys.readouterr().out
     chex.assert_trees_all_equal(again.variables, finished[1].variables)
-    assert teacher.load(run).step == STEPS
+    assert load_teacher(run).step == STEPS
     assert [place.name.split("-")[0] for place in (run / "damaged").iterdir()] == [str(STEPS)]
 
 
@@ -148,7 +152,7 @@ def test_no_good_checkpoint_at_all_is_an_error(finished, tmp_path):
     shutil.copytree(finished[0], run)
     cut(run / "checkpoints")
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged: put one back"):
-        teacher.load(run)
+        load_teacher(run)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +205,5 @@ def test_parameters_that_are_not_finite_are_not_saved(minute, finished, tmp_path
 
 def finished_state(recipe):
     """A state of the recipe's shapes."""
-    from train import models
-    from train.training import step as steps
-
-    tx = steps.optimizer(recipe, 1)
-    return steps.create(models.build(recipe), tx, recipe.example_inputs(), jax.random.key(0))
+    tx = step.optimizer(recipe, 1)
+    return step.create(factory.build(recipe), tx, recipe.example_inputs(), jax.random.key(0))

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from train.data import images, text
+from train.data import tfds
+from train.data.examples import Examples
+from train.data.splits import Split
+from train.data.text import Tokens
 from train.recipes import catalogue
 from train.training import linear_baseline
-from train.training.teacher import Split
 
 
 def test_the_fit_is_the_optimum_that_another_solver_finds(rng):
@@ -32,10 +34,10 @@ def test_the_fit_is_the_optimum_that_another_solver_finds(rng):
 
 def test_a_text_is_the_set_of_its_tokens():
     recipe = dataclasses.replace(
-        catalogue.SMALL_AG_NEWS, tokens=text.Tokens(("title",), vocab_size=6, length=4)
+        catalogue.SMALL_AG_NEWS, inputs=Tokens(("title",), vocab_size=6, length=4)
     )
     rows = np.array([[2, 3, 2, 0], [0, 0, 0, 0]], np.int32)
-    examples = text.Texts(rows, np.zeros(2, np.int32), ("a",))
+    examples = Examples(rows, np.zeros(2, np.int32), ("a",))
     half = np.sqrt(0.5)
     np.testing.assert_allclose(
         linear_baseline.features(recipe, examples), [[0, 0, half, half, 0, 0], [0] * 6], atol=1e-6
@@ -43,6 +45,6 @@ def test_a_text_is_the_set_of_its_tokens():
 
 
 def test_pixels_tell_clothes_apart(tiny, examples, test_examples):
-    accuracy, decay = linear_baseline.run(tiny, Split(examples, test_examples, images.PACKAGED))
+    accuracy, decay = linear_baseline.run(tiny, Split(examples, test_examples, tfds.PACKAGED))
     assert 0.55 < accuracy < 0.9  # 200 images teach a linear model this much
     assert decay in linear_baseline.DECAYS

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from train import models
-from train.data.images import Batches
+from train.data.examples import Batches
+from train.models import factory
 from train.runtime.errors import UserError
-from train.training import checkpoints, loop, run_folder, teacher
-from train.training import step as steps
+from train.training import checkpoints, loop, run_folder, step
+from train.training.teacher import load_teacher
 
 
 def lines(run):
@@ -25,11 +25,11 @@ def lines(run):
 
 
 def test_a_few_true_steps_lower_the_loss(tiny, examples):
-    model, tx = models.build(tiny), steps.optimizer(tiny, 1000)
-    images, labels = Batches(examples, tiny.pixels, 20, seed=0).at(0)
-    state = steps.create(model, tx, images, jax.random.key(0))
+    model, tx = factory.build(tiny), step.optimizer(tiny, 1000)
+    images, labels = Batches(examples, tiny.inputs, 20, seed=0).at(0)
+    state = step.create(model, tx, images, jax.random.key(0))
     take_step = jax.jit(
-        functools.partial(steps.train_step, model_at=lambda step: model, tx=tx), donate_argnums=0
+        functools.partial(step.train_step, model_at=lambda index: model, tx=tx), donate_argnums=0
     )
     losses = []
     for _ in range(8):
@@ -41,7 +41,7 @@ def test_a_few_true_steps_lower_the_loss(tiny, examples):
 
 def test_the_learning_rate_drops_tenfold_after_each_named_epoch(minute):
     recipe = dataclasses.replace(minute, learning_rate=1.0, drops=(1, 2))
-    tx = steps.optimizer(recipe, steps_per_epoch=3)
+    tx = step.optimizer(recipe, steps_per_epoch=3)
     state, sizes = tx.init({"w": np.zeros(())}), []
     for _ in range(9):
         updates, state = tx.update({"w": np.ones(())}, state)
@@ -64,7 +64,7 @@ def test_a_resumed_run_ends_in_the_same_bits(minute, examples, tmp_path):
 
 def test_a_checkpoint_gives_back_recipe_seed_step_and_parameters(minute, examples, tmp_path):
     trained = loop.train(minute, examples, tmp_path, seed=2, stop_after=3)
-    loaded = teacher.load(tmp_path)
+    loaded = load_teacher(tmp_path)
     assert (loaded.recipe, loaded.seed, loaded.step) == (minute, 2, 3)
     chex.assert_trees_all_equal(loaded.variables, trained.variables)
 
@@ -92,7 +92,7 @@ def test_at_most_a_twentieth_of_a_run_lies_between_checkpoints(
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(minute, examples, tmp_path):
     loop.train(minute, examples, tmp_path, stop_after=2)
-    with pytest.raises(UserError, match=r"holds a run that got to step 2: go on with --resume"):
+    with pytest.raises(UserError, match=r"holds a run that got to step 2: continue with --resume"):
         loop.train(minute, examples, tmp_path)
 
 
@@ -107,9 +107,9 @@ def test_resuming_nothing_starts_afresh(minute, examples, tmp_path):
     assert loop.train(minute, examples, tmp_path, resume=True, stop_after=1).step == 1
 
 
-def test_a_folder_without_checkpoint_is_named_with_the_cure(tmp_path):
+def test_a_folder_without_checkpoint_is_named_with_what_to_do(tmp_path):
     with pytest.raises(UserError, match=r"no checkpoint in .*: train one with `python -m train"):
-        teacher.load(tmp_path)
+        load_teacher(tmp_path)
 
 
 @pytest.mark.parametrize("number", loop.SIGNALS, ids=lambda number: number.name)
@@ -127,19 +127,19 @@ def test_ctrl_c_saves_and_says_how_to_go_on(minute, examples, tmp_path, monkeypa
     with pytest.raises(UserError, match=r"stopped and saved at step 11 of 20: .*--resume"):
         loop.train(minute, examples, tmp_path)
     assert signal.getsignal(number) is before
-    assert teacher.load(tmp_path).step == 11
+    assert load_teacher(tmp_path).step == 11
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
     minute, examples, tmp_path
 ):
     loop.train(minute, examples, tmp_path, stop_after=4)
-    wild = dataclasses.replace(examples, images=np.full(examples.images.shape, np.nan, np.float32))
+    wild = dataclasses.replace(examples, values=np.full(examples.values.shape, np.nan, np.float32))
     with pytest.raises(
         UserError, match=r"loss is nan at step 10; the last good checkpoint in .* is of step 4"
     ):
         loop.train(minute, wild, tmp_path, resume=True)
-    assert teacher.load(tmp_path).step == 4
+    assert load_teacher(tmp_path).step == 4
 
 
 def test_metrics_are_json_lines_with_loss_accuracy_and_time(minute, examples, tmp_path):

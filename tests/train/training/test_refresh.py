@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train.evaluation import compile_teacher
-from train.training import loop, refresh, teacher
+from train.evaluation import ablations, compile_teacher
+from train.models import factory
+from train.training import loop, refresh
+from train.training.teacher import accuracy_on
 
-FIT = aj.Options(num_slices=4, baseline="first_step", token_bias=True)
+OPTIONS = aj.Options(fit=ablations.residual_fit(aj.PaperFit(), num_slices=4))
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def trained(minute, examples, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled(trained, examples):
-    return compile_teacher.compile_teacher(trained, examples, FIT, num_images=60).variables
+    return compile_teacher.compile_teacher(trained, examples, OPTIONS, num_images=60).variables
 
 
 def flat(variables):
@@ -54,8 +56,8 @@ def test_only_the_named_parts_are_trained(trained, compiled, examples, frozen):
 
 
 def test_frozen_features_pass_no_gradient_and_sort_gradients_do(trained, compiled, examples):
-    model = refresh.models.build(trained.recipe)
-    images = trained.recipe.pixels.normalise(examples.images[:4])
+    model = factory.build(trained.recipe)
+    images = trained.recipe.inputs.prepare(examples.take(slice(4)))
 
     def gradient(frozen):
         variables = refresh.freeze_features(compiled, frozen)
@@ -72,4 +74,4 @@ def test_refresh_and_control_start_from_the_same_teacher(
 ):
     scores = refresh.run(trained, compiled, examples, test_examples, epochs=1, learning_rate=0.0)
     assert scores.refreshed == scores.replaced
-    assert scores.continued == scores.teacher == teacher.test_accuracy(trained, test_examples)
+    assert scores.continued == scores.teacher == accuracy_on(trained, test_examples)

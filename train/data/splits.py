@@ -1,0 +1,67 @@
+"""Both splits of a recipe's data set."""
+
+import dataclasses
+import os
+import pathlib
+
+import numpy as np
+
+from train.data import tfds
+from train.data.examples import Examples
+from train.recipes.schema import Recipe
+from train.reporting import progress
+from train.runtime import devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The two splits of a recipe's data set and where they were read.
+
+    Attributes:
+      train, test: the examples.
+      data_dir: TFDS folder.
+    """
+
+    train: Examples
+    test: Examples
+    data_dir: pathlib.Path
+
+
+def load_data(
+    recipe: Recipe, data_dir: str | os.PathLike | None = None, run: str | os.PathLike | None = None
+) -> Split:
+    """Reads both splits of the recipe's data set.
+
+    Args:
+      recipe: says which set.
+      data_dir: TFDS folder.
+      run: run folder, where a text recipe stores its tokenizer; None stores it nowhere.
+
+    Raises:
+      UserError: the set is not there; the stored tokenizer does not fit.
+    """
+    folder = tfds.resolve(data_dir, packaged=recipe.packaged)
+    splits = dict(zip(("train", "test"), recipe.splits, strict=True))
+    sources = {key: tfds.read(recipe.dataset, name, folder) for key, name in splits.items()}
+    values = recipe.inputs.load({key: read for key, (read, _) in sources.items()}, run)
+    examples = {
+        key: Examples(
+            values=values[key],
+            labels=np.array([one["label"] for one in read], np.int32),
+            class_names=names,
+            unit=recipe.inputs.unit,
+        )
+        for key, (read, names) in sources.items()
+    }
+    return Split(**examples, data_dir=folder)
+
+
+def announce(split: Split) -> None:
+    """Prints what was read and from where, so that a subset is not mistaken for the full set."""
+    if not devices.is_first():
+        return
+    progress.console().print(
+        f"read {len(split.train):,} training and {len(split.test):,} test "
+        f"{split.test.unit} from {split.data_dir}",
+        markup=False,
+    )

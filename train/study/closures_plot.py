@@ -1,0 +1,84 @@
+"""The plot of a study: attention rel-l2 over the number of closures, one panel a group."""
+
+import pathlib
+from typing import Any
+
+from train.reporting.figure import INK, SOFT, blank, save
+from train.study.results import Group, Measured, Study
+
+COLUMNS = 3  # panels side by side
+STYLES = {
+    "softmax": ("#6b7280", "X"),
+    "Sinkhorn": ("#0072b2", "o"),
+    "Sinkhorn, other ending": ("#7cc4ee", "v"),
+    "ASAP (paper)": ("#d55e00", "s"),
+    "Moments": ("#009e73", "^"),
+    "Auto": ("#aa3377", "D"),
+}
+"""Family: a colour that the colour-blind can tell from the others, and a marker."""
+
+
+def figure(study: Study) -> Any:
+    """A matplotlib figure with a panel for each group of the study."""
+    columns = min(COLUMNS, len(study.groups))
+    rows = -(-len(study.groups) // columns)
+    drawn = blank(5 * columns, 4.2 * rows + 0.6, layout="constrained")
+    panels = drawn.subplots(rows, columns, squeeze=False).flatten()
+    for panel, group in zip(panels, study.groups, strict=False):
+        _draw_group(panel, group)
+    for panel in panels[len(study.groups) :]:
+        panel.set_axis_off()
+    entries = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    drawn.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=3, frameon=False
+    )
+    return drawn
+
+
+def draw(study: Study, path: pathlib.Path) -> pathlib.Path:
+    """Writes the figure as PNG and returns ``path``."""
+    return save(figure(study), path)
+
+
+def families(group: Group) -> dict[str, list[Measured]]:
+    """The lines of a group by what is drawn as one line, in the order of their closures."""
+    by_family: dict[str, list[Measured]] = {name: [] for name in STYLES}
+    for line in group.lines:
+        other = line.family == "Sinkhorn" and not line.same_ending
+        by_family[f"{line.family}, other ending" if other else line.family].append(line)
+    return {
+        name: sorted(lines, key=lambda line: line.closures)
+        for name, lines in by_family.items()
+        if lines
+    }
+
+
+def _draw_group(panel, group: Group) -> None:
+    for index, (name, lines) in enumerate(families(group).items()):
+        colour, marker = STYLES[name]
+        spreads = [line.values["rel_l2"] for line in lines]
+        medians = [spread.median for spread in spreads]
+        below = [spread.median - spread.low for spread in spreads]
+        above = [spread.high - spread.median for spread in spreads]
+        panel.errorbar(
+            [line.closures + 0.05 * (index - 2) for line in lines],
+            medians,
+            yerr=[below, above],
+            color=colour,
+            marker=marker,
+            markersize=6,
+            linewidth=1.4,
+            capsize=3,
+            label=name,
+        )
+    panel.set_yscale("log")
+    panel.set_title(group.label, fontsize=10, color=INK, loc="left", wrap=True)
+    panel.set_xlabel("closures (passes over the scores)", color=INK)
+    panel.set_ylabel("attention rel-l2", color=INK)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.grid(visible=True, which="both", axis="y", color=SOFT, alpha=0.25, linewidth=0.6)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)

@@ -1,0 +1,104 @@
+"""Fits and measures every operator of a study on one teacher."""
+
+import pathlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+import asap_jax as aj
+from train.data.examples import Examples
+from train.data.splits import Split
+from train.evaluation import compile_teacher, fidelity, operators
+from train.evaluation.operators import Operator
+from train.recipes.schema import Recipe
+from train.reporting import progress
+from train.study.entries import closure_counts, entries
+from train.study.extra_cost import score_products
+from train.study.results import Measured, TeacherFigures
+from train.training.teacher import Teacher, accuracy_on
+
+TEST_EXAMPLES = 500
+
+
+def sample(examples: Examples, count: int) -> Examples:
+    """Up to ``count`` examples, the same ones each time, in their order."""
+    chosen = np.random.default_rng(0).permutation(len(examples))[:count]
+    return examples.take(np.sort(chosen))
+
+
+def measure(
+    folder: pathlib.Path,
+    trained: Teacher,
+    split: Split,
+    *,
+    test_examples: int = TEST_EXAMPLES,
+    num_images: int = compile_teacher.NUM_IMAGES,
+    candidates: Sequence[aj.Candidate] | None = None,
+) -> TeacherFigures:
+    """Fits and measures every operator on one teacher.
+
+    Args:
+      folder: the teacher's, a name only.
+      trained: the teacher.
+      split: its data.
+      test_examples: at most so many are measured on; accuracy of the teacher is on all.
+      num_images: calibration examples.
+      candidates: of the automatic fit; the library's own when None.
+    """
+    began = time.perf_counter()
+    recipe = trained.recipe
+    fits = 2 + len(closure_counts(recipe.spec))
+    with progress.bar(f"fit {folder}", fits) as report:
+        fitted = entries(trained, split.train, num_images, candidates or aj.CANDIDATES, report)
+    rows = [entry.operator for entry in fitted]
+    reference = operators.teacher(recipe, trained.variables)
+    test = sample(split.test, test_examples)
+    score_std, shapes = _describe(reference, recipe, recipe.inputs.prepare(test))
+    with progress.bar(f"measure {folder}", fidelity.num_steps(len(test), len(rows))) as report:
+        figures = fidelity.figures(rows, reference, recipe, test, report, plan_kl=True)
+    measured = []
+    for entry in fitted:
+        row = entry.operator
+        values = _values(figures[row.name]) | {"extra_cost": _extra_cost(row, shapes)}
+        same = entry.ends == recipe.spec.last_step
+        measured.append(
+            Measured(row.name, entry.family, entry.closures, same, values, entry.chosen)
+        )
+    return TeacherFigures(
+        run=str(folder),
+        seed=trained.seed,
+        accuracy=accuracy_on(trained, split.test),
+        score_std=score_std,
+        cases=len(figures[rows[0].name].cases["rel_l2"]),
+        seconds=time.perf_counter() - began,
+        rows=tuple(measured),
+    )
+
+
+def _values(figures: fidelity.Figures) -> dict[str, float]:
+    """All columns but the extra cost."""
+    return {
+        **{name: figures.mean(name) for name in ("rel_l2", "output_rmse", "plan_kl")},
+        "rel_l2_median": float(np.median(figures.cases["rel_l2"])),
+        **{name: getattr(figures, name) for name in ("agreement", "accuracy", "logit_kl")},
+    }
+
+
+def _describe(
+    reference: Operator, recipe: Recipe, inputs: np.ndarray
+) -> tuple[float, dict[tuple[str, ...], tuple[int, int, int]]]:
+    """Spread of the teacher's scores, mean over cases; and N, M and d of each layer by its path."""
+    spreads, shapes = [], {}
+    for batch in fidelity.batches_of(inputs):
+        for path, record in fidelity.capture(reference, batch).items():
+            spreads.append(float(fidelity.score_spread(record, spec=recipe.spec)))
+            (n, _, d), m = record.query.shape[-3:], record.key.shape[-3]
+            shapes[path] = n, m, d
+    return float(np.mean(spreads)), shapes
+
+
+def _extra_cost(row: Operator, shapes: dict) -> float:
+    """Score products of the predictions, mean over layers; 0 for operators that predict nothing."""
+    costs = [score_products(row.states[p].predictor, *shapes[p]) for p in row.states]
+    return float(np.mean(costs)) if costs else 0.0
