@@ -9,6 +9,7 @@ import pytest
 import reference
 
 import asap_jax as aj
+from asap_jax.features import check_tokens
 
 FAMILY = aj.Moments()
 SHAPED = aj.Moments(absolute=False)
@@ -105,9 +106,7 @@ def test_the_folded_forms_equal_the_features(rng, dtype, family, per_head, maske
     valid = tuple(map(jnp.asarray, validities(rng))) if masked else (None, None)
     x = features(family, q, k, *valid)
     direct = np.einsum("bhnf,hf->bhn", x, np.broadcast_to(w, (3, count)))
-    folded = np.asarray(
-        jax.jit(lambda w: family.linear(w, q, k, query_valid=valid[0], key_valid=valid[1]))(w)
-    )
+    folded = np.asarray(jax.jit(lambda w: family.linear(w, check_tokens(q, k, None, *valid)))(w))
     mean = np.asarray(aj.predict(aj.Predictor((family,), coefficients=w), q, k,
                                  query_valid=valid[0], key_valid=valid[1]))  # fmt: skip
     tolerance = {"float32": 2e-5, "float64": 1e-12}[dtype.name]
@@ -154,6 +153,6 @@ def test_coefficients_of_another_number_are_refused(rng):
 def test_gradients_are_those_of_the_formula(rng, x64):
     q, k = problems.per_head(rng, dtype="float64")
     w = problems.normal(rng, 12, dtype="float64")
-    loss = lambda q, k: jnp.sum(jnp.sin(FAMILY.linear(w, q, k)))
+    loss = lambda q, k: jnp.sum(jnp.sin(FAMILY.linear(w, check_tokens(q, k))))
     exact, measured = problems.slope(loss, (q, k), rng)
     np.testing.assert_allclose(exact, measured, rtol=1e-6)

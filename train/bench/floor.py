@@ -41,8 +41,8 @@ def products(of_scores: Callable, query: jax.Array, key: jax.Array, value: jax.A
         scores = jnp.einsum("...nd,...md->...nm", q, k)
         return jnp.einsum("...nm,...md->...nd", of_scores(scores), v)
 
-    step = batching.sizes(lead, q.shape[-2] * k.shape[-2])
-    return jnp.swapaxes(batching.over_problems(part, (q, k, v), lead, step), -2, -3)
+    step = batching.group_sizes(lead, q.shape[-2] * k.shape[-2])
+    return jnp.swapaxes(batching.map_groups(jax.checkpoint(part), (q, k, v), lead, step), -2, -3)
 
 
 def rows_of(head_dim: int) -> dict[str, Callable]:
