@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 import asap_jax as aj
-from train.data import splits, tfds
+from train.data import tfds
 from train.models.vit import ViTSizes
 from train.recipes import catalogue
-from train.training import loop
+from train.training import loop, splits
 
 
 @pytest.fixture(scope="session")

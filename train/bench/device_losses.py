@@ -7,11 +7,11 @@ import numpy as np
 
 from train.data import tfds
 from train.data.examples import Batches, Examples
-from train.data.splits import load_data
 from train.recipes import catalogue
 from train.runtime import devices, machine
 from train.runtime.errors import UserError
 from train.training import loop
+from train.training.splits import load_data
 
 STEPS = 20
 

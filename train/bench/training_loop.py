@@ -11,10 +11,10 @@ import numpy as np
 
 from train.data import tfds
 from train.data.examples import Batches, Examples
-from train.data.splits import load_data
 from train.recipes import catalogue
 from train.runtime import devices, machine
 from train.training import loop, run_folder
+from train.training.splits import load_data
 
 STEPS = 200
 ROUNDS = 3

@@ -8,7 +8,6 @@ import pathlib
 import asap_jax as aj
 from train import bench
 from train.cli import demo, fit_options
-from train.data.splits import Split, announce, load_data
 from train.evaluation import ablations, compile_teacher, fidelity
 from train.recipes import catalogue
 from train.reporting import progress
@@ -17,6 +16,7 @@ from train.runtime import devices
 from train.runtime.errors import UserError
 from train.study import fidelity_study, ideas
 from train.training import linear_baseline, loop, refresh, run_folder
+from train.training.splits import Split, announce, load_data
 from train.training.teacher import Teacher, accuracy_on, load_teacher
 
 

@@ -5,13 +5,13 @@ import shutil
 import time
 
 import asap_jax as aj
-from train.data.splits import announce, load_data
 from train.evaluation import compile_teacher, fidelity, picture
 from train.evaluation.fidelity_table import FidelityTable
 from train.recipes import catalogue
 from train.recipes.schema import Recipe
 from train.reporting import progress
 from train.training import loop, run_folder
+from train.training.splits import announce, load_data
 
 
 def run(seed: int, out: pathlib.Path, recipe: Recipe = catalogue.DEMO) -> FidelityTable:

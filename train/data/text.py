@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from train.data.examples import Examples
-from train.models.text_encoder import PAD
 from train.runtime import devices
 from train.runtime.errors import UserError, need
 
-UNKNOWN = 1
+PAD, UNKNOWN = 0, 1
 SPECIAL = ("[PAD]", "[UNK]")  # their numbers are PAD and UNKNOWN
 FILE = "tokenizer.json"
 

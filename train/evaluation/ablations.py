@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import asap_jax as aj
 from train.data.examples import Examples
-from train.data.splits import Split
 from train.evaluation import breakeven, compile_teacher, fidelity, operators
 from train.evaluation.fidelity_table import FidelityTable
 from train.evaluation.operators import Operator
 from train.reporting import progress
+from train.training.splits import Split
 from train.training.teacher import Teacher
 
 SLICES = (8, 16, 32, 64, 128)

@@ -8,9 +8,9 @@ import asap_jax as aj
 from train.data.examples import Examples
 from train.evaluation import operators
 from train.evaluation.operators import Operator
-from train.models import factory
 from train.runtime import devices
 from train.runtime.errors import UserError
+from train.training import factory
 from train.training.teacher import Teacher
 
 NUM_IMAGES = 512

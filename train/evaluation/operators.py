@@ -10,8 +10,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 import asap_jax as aj
 from asap_jax.records import Record
-from train.models import factory
 from train.recipes.schema import Recipe
+from train.training import factory
 
 BUDGETS = (2, 3, 4, 5)
 TEACHER = "teacher"

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from train.data.text import PAD
 from train.models.vit import AttentionFactory
-
-PAD = 0
 
 
 def sinusoids(length: int, width: int) -> np.ndarray:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 
 import asap_jax as aj
-from train.data.splits import announce, load_data
 from train.evaluation import compile_teacher, fidelity
 from train.runtime import machine
 from train.study import cache, closures_plot, results
 from train.study.groups import groups_of, load
 from train.study.results import Group, Study
 from train.study.teacher_figures import TEST_EXAMPLES, measure
+from train.training.splits import announce, load_data
 
 
 def run(

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 import asap_jax as aj
-from train.data.splits import Split, announce, load_data
 from train.evaluation import compile_teacher, fidelity, operators
 from train.reporting import progress
 from train.reporting.table import Report, Table
@@ -24,6 +23,7 @@ from train.study.entries import closure_counts
 from train.study.groups import load
 from train.study.idea_features import GaussianPlan, ThirdOrder
 from train.study.teacher_figures import sample
+from train.training.splits import Split, announce, load_data
 from train.training.teacher import Teacher
 
 TEST_EXAMPLES = 200

@@ -8,7 +8,6 @@ import numpy as np
 
 import asap_jax as aj
 from train.data.examples import Examples
-from train.data.splits import Split
 from train.evaluation import compile_teacher, fidelity, operators
 from train.evaluation.operators import Operator
 from train.recipes.schema import Recipe
@@ -16,6 +15,7 @@ from train.reporting import progress
 from train.study.entries import closure_counts, entries
 from train.study.extra_cost import score_products
 from train.study.results import Measured, TeacherFigures
+from train.training.splits import Split
 from train.training.teacher import Teacher, accuracy_on
 
 TEST_EXAMPLES = 500

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 from train.data.examples import Examples
-from train.data.splits import Split
 from train.models.text_encoder import PAD
 from train.recipes.schema import Recipe
+from train.training.splits import Split
 from train.training.teacher import accuracy
 
 DECAYS = (1e-4, 1e-3, 1e-2)

@@ -13,12 +13,11 @@ import jax
 import numpy as np
 
 from train.data.examples import Batches, Examples
-from train.models import factory
 from train.recipes.schema import Recipe, differences
 from train.reporting import progress
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.training import run_folder, step
+from train.training import factory, run_folder, step
 from train.training.checkpoints import About, Checkpoints
 from train.training.prefetch import Prefetch
 from train.training.teacher import Teacher

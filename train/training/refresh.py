@@ -13,9 +13,9 @@ import optax
 
 import asap_jax as aj
 from train.data.examples import Batches, Examples
-from train.models import factory
 from train.recipes.schema import Recipe
 from train.reporting import progress
+from train.training import factory
 from train.training.step import loss_and_accuracy
 from train.training.teacher import Teacher, accuracy, predict
 

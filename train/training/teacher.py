@@ -8,9 +8,8 @@ import jax
 import numpy as np
 
 from train.data.examples import Examples
-from train.models import factory
 from train.recipes.schema import Recipe
-from train.training import step
+from train.training import factory, step
 from train.training.checkpoints import About, Checkpoints
 
 

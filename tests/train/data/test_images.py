@@ -8,11 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from train.data import make_packaged, splits, tfds
+from train.data import make_packaged, tfds
 from train.data.examples import Batches
 from train.data.images import Pixels
 from train.recipes import catalogue
 from train.runtime import errors
+from train.training import splits
 
 
 def load(split, folder=tfds.PACKAGED):

@@ -10,10 +10,10 @@ import pytest
 import asap_jax as aj
 from train.data import text
 from train.data.examples import Batches, Examples
-from train.models import factory
 from train.models.text_encoder import EncoderSizes, positions, sinusoids
 from train.recipes import catalogue
 from train.runtime.errors import UserError
+from train.training import factory
 
 SENTENCES = [
     "the cat sat on the mat",

@@ -6,8 +6,8 @@ import numpy as np
 
 import asap_jax as aj
 from train.data import tfds
-from train.data.splits import Split
 from train.evaluation import ablations, compile_teacher, fidelity
+from train.training.splits import Split
 
 PAPER = """
 ASAP-LS-0 (L=32), ASAP-LS (L=32), ASAP-KL-0 (L=32), ASAP-KL (L=32),

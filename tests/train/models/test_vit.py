@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train.models import factory
 from train.models.vit import Block, VisionTransformer, ViTSizes, patches
+from train.training import factory
 
 
 def factories():

@@ -6,10 +6,10 @@ import json
 import jax
 import pytest
 
-from train.models import factory
 from train.recipes import catalogue
 from train.recipes.schema import Recipe, differences
 from train.runtime.errors import UserError
+from train.training import factory
 
 ALL = sorted(catalogue.RECIPES)
 

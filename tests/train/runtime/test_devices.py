@@ -17,10 +17,9 @@ from train.bench import device_losses
 from train.data import tfds
 from train.data.examples import Batches
 from train.evaluation import compile_teacher
-from train.models import factory
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.training import loop
+from train.training import factory, loop
 from train.training.teacher import load_teacher
 
 
@@ -134,7 +133,7 @@ HOST = """
 import json, pathlib, sys
 import jax
 import asap_jax as aj
-from train.data.splits import load_data
+from train.training.splits import load_data
 from train.evaluation import compile_teacher
 from train.recipes.schema import Recipe
 from train.runtime import devices

@@ -14,7 +14,6 @@ from jax.extend.core import jaxprs_in_params
 import asap_jax as aj
 from asap_jax.records import Record
 from train.cli import parser
-from train.data.splits import load_data
 from train.evaluation import fidelity, operators
 from train.runtime.errors import UserError
 from train.study import (
@@ -28,6 +27,7 @@ from train.study import (
 )
 from train.study.teacher_figures import sample
 from train.training import loop
+from train.training.splits import load_data
 from train.training.teacher import Teacher, accuracy_on, load_teacher
 
 NAMES = [

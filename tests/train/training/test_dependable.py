@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from train.data import tfds
-from train.models import factory
 from train.runtime.errors import UserError
-from train.training import checkpoints, loop, run_folder, step
+from train.training import checkpoints, factory, loop, run_folder, step
 from train.training.teacher import load_teacher
 
 STEPS = 20
@@ -38,7 +37,7 @@ def collected():
 CHILD = """
 import json, os, pathlib, signal, sys, threading
 from train.data.examples import Batches
-from train.data.splits import load_data
+from train.training.splits import load_data
 from train.recipes.schema import Recipe
 from train.training import loop
 

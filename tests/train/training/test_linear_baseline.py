@@ -8,10 +8,10 @@ import scipy.optimize
 
 from train.data import tfds
 from train.data.examples import Examples
-from train.data.splits import Split
 from train.data.text import Tokens
 from train.recipes import catalogue
 from train.training import linear_baseline
+from train.training.splits import Split
 
 
 def test_the_fit_is_the_optimum_that_another_solver_finds(rng):

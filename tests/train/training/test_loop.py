@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from train.data.examples import Batches
-from train.models import factory
 from train.runtime.errors import UserError
-from train.training import checkpoints, loop, run_folder, step
+from train.training import checkpoints, factory, loop, run_folder, step
 from train.training.teacher import load_teacher
 
 

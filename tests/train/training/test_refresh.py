@@ -9,8 +9,7 @@ import pytest
 
 import asap_jax as aj
 from train.evaluation import ablations, compile_teacher
-from train.models import factory
-from train.training import loop, refresh
+from train.training import factory, loop, refresh
 from train.training.teacher import accuracy_on
 
 OPTIONS = aj.Options(fit=ablations.residual_fit(aj.PaperFit(), num_slices=4))
