@@ -4,18 +4,20 @@
 #   make test   run the whole test suite in two processes (PYTEST_ARGS="-k masks" for other options)
 #   make bench  measure speed and memory and write the tables in docs/results/bench (13 minutes)
 #   make gpu    check and measure on an accelerator, with whatever Python already has JAX
-#   make lint   check style and formatting
+#   make quick  run the tests of the library's core, a few minutes, for daily work
+#   make lint   check style, formatting and types
 #   make clean  remove the virtual environment
 
 PYTHON ?= python3
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
+QUICK := tests/test_*.py tests/solvers tests/predictor tests/features tests/whole/test_architecture.py
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench gpu lint clean
+.PHONY: help demo test quick bench gpu lint clean
 .NOTPARALLEL:
 
 help:
@@ -26,6 +28,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quick: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(QUICK)
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m train bench layer --out docs/results/bench
@@ -43,6 +48,7 @@ gpu:
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 clean:
 	rm -rf $(VENV)
