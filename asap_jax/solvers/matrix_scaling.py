@@ -93,7 +93,7 @@ def run(
     hold.
     """
     side, active = closures.side, {"query": p.active("query"), "key": p.active("key")}
-    start = _middle_taken_out(start, active[side])
+    start = start if divided else _middle_taken_out(start, active[side])
     matrix, near = exponentiate(side, divided, closures.epsilon, p.replace(v=None), start)
     near = jnp.where(active[side], near, jnp.zeros_like(near))
     target = {"query": jnp.exp(log_target), "key": jnp.ones((), matrix.dtype)}
