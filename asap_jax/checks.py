@@ -106,7 +106,7 @@ def non_negative_float(name: str, value: Any) -> float:
 
 
 def array(name: str, value: Any, dtype=None) -> jax.Array:
-    """``value`` as an array; TypeError for what is none: None, strings, ragged lists, objects."""
+    """``value`` as an array; TypeError for None, strings, ragged lists and other objects."""
     if value is None or isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be an array, got {describe(value)}")
     try:
@@ -116,7 +116,7 @@ def array(name: str, value: Any, dtype=None) -> jax.Array:
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
-    """``value`` as a real floating dtype (TypeError for another dtype and for what is none)."""
+    """``value`` as a real floating dtype; TypeError if it is not one."""
     try:
         dtype = jnp.dtype(value)
     except (TypeError, ValueError):
@@ -153,7 +153,7 @@ def broadcasts_to(name: str, shape: tuple, target_name: str, target: tuple) -> N
 
 
 def heads_last_dim(q: jax.Array, k: jax.Array, q_name: str = "q", k_name: str = "k") -> None:
-    """Raises ValueError unless ``q (..., N, d)`` and ``k (..., M, d)`` agree but for length."""
+    """Raises ValueError unless ``q (..., N, d)`` and ``k (..., M, d)`` differ in length alone."""
     if q.ndim < 2 or k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{q_name} of shape {q.shape} and {k_name} of shape {k.shape} must be "
@@ -173,7 +173,7 @@ def random_key(name: str, value: Any) -> None:
 def validity(name: str, valid: Any, like: jax.Array) -> jax.Array:
     """``valid`` (bool or 0/1, broadcasting) as a bool array of the shape and sharding of ``like``.
 
-    All True when None. Raises TypeError for what is no array, ValueError for another shape.
+    All True when None. Raises TypeError if it is not an array, ValueError for another shape.
     """
     every = jnp.ones_like(like, bool)
     if valid is None:

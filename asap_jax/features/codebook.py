@@ -1,6 +1,6 @@
 """Codebook features: tangents at inducing points, and mixtures of the other side.
 
-With a cheap dual ``h`` of the other side at hand, the wanted dual is nearly the c-transform of
+Given a cheap dual ``h`` of the other side, the dual to predict is nearly the c-transform of
 ``h``. That transform is bounded from below and from above, without anything of size N^2, through
 a few centres per head: by its tangents at centres of the own side (it is convex), and by the
 masses and means of the other side's tokens around their centres (Jensen).

@@ -103,7 +103,7 @@ def sinkhorn_rel_l2(record: Record, *, small: SinkhornSpec) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="closures")
 def zero_rel_l2(record: Record, *, closures: int) -> jax.Array:
-    """Attention rel-l2 of as many closures from a dual of 0, ending as the teacher does."""
+    """Attention rel-l2 of ``closures`` closures from the dual 0, ending as the teacher does."""
     p, spec = problem(record), record.spec
     side, log_target = spec.side_before_end(closures), p.log_key_target(spec.key_mass)
     zero = jnp.zeros_like(p.tokens(side, spec.padding).own[..., 0])

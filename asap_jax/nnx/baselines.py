@@ -124,7 +124,7 @@ def set_esp_temperature(model: nnx.Module, temperature) -> None:
     ``temperature`` is a number or a scalar array, traced or not.
 
     Raises:
-      TypeError, ValueError: what is no model, or no temperature > 0.
+      TypeError, ValueError: not an nnx.Module; a temperature that is not > 0.
     """
     checks.instance("model", model, nnx.Module, "an nnx.Module")
     temperature = scalar("temperature", temperature, jnp.float32, checks.positive_float)

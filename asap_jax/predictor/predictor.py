@@ -155,7 +155,7 @@ def predict(
 
     Raises:
       ValueError: shapes that do not fit, a missing head or features.
-      TypeError: another thing than a Predictor, or parts of it of the wrong type.
+      TypeError: not a Predictor, or parts of it of the wrong type.
     """
     check(predictor)
     tokens = features.check_tokens(q, k, scale, query_valid, key_valid)
