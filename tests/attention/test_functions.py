@@ -1,17 +1,14 @@
 """Attention functions in Flax's layout: the teacher, the compiled layer, softmax."""
 
 import dataclasses
-import functools
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
 import reference
-from flax import nnx
 
 import asap_jax as aj
 
@@ -303,22 +300,7 @@ def test_softmax_attention_is_the_one_step_teacher(rng):
     )
 
 
-# ------------------------------------------------------------------- how functions are called
-
-FUNCTIONS = ["sinkhorn", "two_sided", "softmax"]
-
-
-def operator(name, rng=None, *, num_steps=4, dtype="float32", **settings):
-    """An attention function of (q, k, v, bias, mask) by name."""
-    if name == "softmax":
-        return functools.partial(aj.softmax_attention, **settings)
-    spec = aj.SinkhornSpec(num_steps=num_steps)
-    if name == "sinkhorn":
-        return functools.partial(aj.sinkhorn_attention, spec=spec, **settings)
-    predictor = predictor_of(np.random.default_rng(5), dtype=dtype)
-    return functools.partial(
-        aj.asap_attention, spec=spec, predictor=predictor, closures=name, **settings
-    )
+# ---------------------------------------------------------------------- transformations
 
 
 def test_functions_jit_with_nothing_marked_static(rng):
@@ -331,149 +313,6 @@ def test_functions_jit_with_nothing_marked_static(rng):
     )
     chex.assert_shape(jax.jit(aj.sinkhorn_attention)(q, k, v, spec=spec), LAYER_SHAPE)
     chex.assert_shape(jax.jit(aj.softmax_attention)(q, k, v), LAYER_SHAPE)
-
-
-@pytest.mark.parametrize("name", ["sinkhorn", "two_sided"])
-def test_extra_batch_axes_and_none_at_all_are_kept(rng, name):
-    q, k, v = problems.attention_inputs(rng)
-    function = jax.jit(operator(name))
-    expected = function(q, k, v)
-    deep = function(q[None], k[None], v[None])
-    chex.assert_trees_all_close(deep, expected[None], atol=1e-6)
-    chex.assert_trees_all_close(function(q[0], k[0], v[0]), expected[0], atol=1e-6)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_fewer_key_value_heads_are_broadcast(rng, name):
-    q, _, _ = problems.attention_inputs(rng, heads=6)
-    _, k, v = problems.attention_inputs(rng, heads=2)
-    function = jax.jit(operator(name))
-    full = function(q, jnp.repeat(k, 3, -2), jnp.repeat(v, 3, -2))
-    chex.assert_trees_all_close(function(q, k, v), full, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_value_width_may_differ(rng, name):
-    q, k, v = problems.attention_inputs(rng)
-    wide = jnp.concatenate([v, 2 * v, v[..., :1]], -1)
-    out = jax.jit(operator(name))(q, k, wide)
-    chex.assert_shape(out, (2, 7, 3, 9))
-    chex.assert_trees_all_close(out[..., 4:8], 2 * out[..., :4], atol=1e-6)
-
-
-def lengths_to_valid(lengths):
-    """Active tokens of sequences padded to six, in float32 as Flax's mask makers are given."""
-    return jnp.asarray(np.arange(6) < np.asarray(lengths)[:, None], jnp.float32)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_serve_as_attention_fn_of_linen(rng, name):
-    x = problems.normal(rng, 2, 6, 12)
-    mask = nn.make_attention_mask(jnp.ones((2, 6)), lengths_to_valid([6, 4]))
-    layer = nn.MultiHeadDotProductAttention(num_heads=3, attention_fn=operator(name))
-    stock = nn.MultiHeadDotProductAttention(num_heads=3)
-    variables = stock.init(jax.random.key(0), x)
-    chex.assert_trees_all_equal_shapes(jax.eval_shape(layer.init, jax.random.key(0), x), variables)
-    out = jax.jit(layer.apply)(variables, x, mask=mask)
-    p = variables["params"]
-    project = lambda n: jnp.einsum("bne,ehd->bnhd", x, p[n]["kernel"]) + p[n]["bias"][None, None]
-    function = jax.jit(operator(name))
-    mixed = function(project("query"), project("key"), project("value"), mask=mask)
-    by_hand = jnp.einsum("bnhd,hde->bne", mixed, p["out"]["kernel"]) + p["out"]["bias"][None, None]
-    chex.assert_trees_all_close(out, by_hand, atol=1e-5)
-    if name == "softmax":
-        expected = stock.apply(variables, x, mask=mask)
-        chex.assert_trees_all_close(out, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_serve_as_attention_fn_of_nnx(rng, name):
-    x = problems.normal(rng, 2, 6, 12)
-    mask = nnx.make_attention_mask(jnp.ones((2, 6)), lengths_to_valid([6, 4]))
-    make = lambda **settings: nnx.MultiHeadAttention(
-        3, 12, decode=False, rngs=nnx.Rngs(0), **settings
-    )
-    layer, stock = make(attention_fn=operator(name)), make()
-    chex.assert_trees_all_equal(nnx.state(layer, nnx.Param), nnx.state(stock, nnx.Param))
-    out = nnx.jit(lambda layer, x: layer(x, mask=mask))(layer, x)
-    q, k, v = layer.query(x), layer.key(x), layer.value(x)
-    function = jax.jit(operator(name))
-    chex.assert_trees_all_close(out, layer.out(function(q, k, v, mask=mask)), atol=1e-5)
-    if name == "softmax":
-        chex.assert_trees_all_close(out, stock(x, mask=mask), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_an_unknown_keyword_is_refused(rng, name):
-    q, k, v = problems.attention_inputs(rng)
-    with pytest.raises(TypeError, match="temperatur"):
-        operator(name)(q, k, v, temperatur=2.0)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_an_unknown_implementation_is_refused_with_the_known_ones(rng, name):
-    q, k, v = problems.attention_inputs(rng)
-    with pytest.raises(ValueError, match="quick.*auto.*log"):
-        operator(name, implementation="quick")(q, k, v)
-    chex.assert_trees_all_close(
-        jax.jit(operator(name, implementation="log"))(q, k, v),
-        jax.jit(operator(name, implementation="auto"))(q, k, v),
-        atol=1e-6,
-    )
-
-
-# ------------------------------------------------------------- dtypes, dropout, derivatives
-
-
-@pytest.mark.parametrize(
-    ("name", "low"), [("sinkhorn", "bfloat16"), ("two_sided", "bfloat16"), ("softmax", "float16")]
-)
-def test_half_precision_goes_in_and_comes_out(rng, name, low):
-    q, k, v = problems.attention_inputs(rng, dtype=low)
-    out, weights = jax.jit(operator(name, return_weights=True))(q, k, v)
-    chex.assert_type([out, weights], jnp.dtype(low))
-    full, full_weights = jax.jit(operator(name, return_weights=True))(
-        *(x.astype(jnp.float32) for x in (q, k, v))
-    )
-    chex.assert_trees_all_equal(weights, full_weights.astype(low))
-    chex.assert_trees_all_equal(out, full.astype(low))
-
-
-def test_dtype_sets_the_computation_and_output_dtype(rng):
-    q, k, v = problems.attention_inputs(rng)
-    out = operator("sinkhorn")(q, k, v, dtype=jnp.bfloat16)
-    chex.assert_type(out, jnp.bfloat16)
-    expected = operator("sinkhorn")(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
-    chex.assert_trees_all_equal(out, expected)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_dropout_acts_on_normalised_weights_and_only_when_asked(rng, name):
-    q, k, v = problems.attention_inputs(rng, keys=64)
-    function, key = jax.jit(operator(name), static_argnames="deterministic"), jax.random.key(0)
-    plain = function(q, k, v)
-    chex.assert_trees_all_equal(function(q, k, v, dropout_rng=key, deterministic=True), plain)
-    with pytest.raises(ValueError, match="dropout_rng"):
-        operator(name, dropout_rate=0.5)(q, k, v, deterministic=False)
-    dropping = operator(name, dropout_rate=0.5, deterministic=False)
-    # Kept weights are doubled, so the average over many draws comes back to the plain output.
-    many = jax.jit(jax.vmap(lambda key: dropping(q, k, v, dropout_rng=key)))
-    drawn = many(jax.random.split(key, 500))
-    assert float(jnp.abs(drawn[0] - plain).max()) > 0.01
-    np.testing.assert_allclose(drawn.mean(0), plain, atol=0.15)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_steps"), [("sinkhorn", 5), ("one_sided", 4), ("two_sided", 4), ("softmax", 1)]
-)
-def test_gradients_match_finite_differences(rng, x64, name, num_steps):
-    q, k, v = problems.attention_inputs(rng, dtype="float64")
-    bias, mask = bias_and_mask(rng)
-    function = operator(name, num_steps=num_steps, dtype="float64")
-    mixing = problems.normal(rng, *LAYER_SHAPE, dtype="float64")
-    loss = jax.jit(lambda q, k, v, bias: jnp.sum(mixing * function(q, k, v, bias, mask)))
-    exact, measured = problems.slope(loss, (q, k, v, bias.astype(jnp.float64)), rng)
-    np.testing.assert_allclose(exact, measured, rtol=1e-5)
 
 
 def test_gradient_reaches_the_predictor(rng, x64):
@@ -495,21 +334,3 @@ def test_gradient_reaches_the_predictor(rng, x64):
     )
     exact, measured = problems.slope(loss, (bank, w), rng)
     np.testing.assert_allclose(exact, measured, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["sinkhorn", "two_sided"])
-def test_remat_and_scan_over_layers_change_nothing(rng, name):
-    q, _, _ = problems.attention_inputs(rng)
-    function = operator(name)
-    block = lambda x: x + function(x, x, x)
-
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def stacked(x):
-        out, _ = jax.lax.scan(lambda x, _: (jax.checkpoint(block)(x), None), x, length=3)
-        return jnp.sum(jnp.sin(out)), out
-
-    (_, out), grad = stacked(q)
-    chex.assert_tree_all_finite(grad)
-    one_by_one = jax.jit(block)
-    chex.assert_trees_all_close(out, one_by_one(one_by_one(one_by_one(q))), atol=1e-5)

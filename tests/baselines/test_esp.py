@@ -301,36 +301,6 @@ def test_exact_matching_needs_equal_counts_not_equal_lengths(rng):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_sits_in_masked_slots_never_spreads(rng, mode):
-    q, k, v = inputs(rng)
-    valid = lengths_to_valid([7, 4], 7)
-    spoil = lambda x, fill: jnp.where(jnp.asarray(valid)[..., None, None], x, fill)
-    function = jax.jit(functools.partial(esp_attention, mode=mode, return_weights=True))
-    for mask in (valid[:, None, None], valid[:, None, :, None] & valid[:, None, None]):
-        clean = function(*(spoil(x, 0.0) for x in (q, k, v)), mask=jnp.asarray(mask))
-        for fill in (jnp.nan, jnp.inf, -1e30):
-            spoilt = function(*(spoil(x, fill) for x in (q, k, v)), mask=jnp.asarray(mask))
-            chex.assert_trees_all_equal(spoilt, clean)
-        loss = lambda q, k, v, mask=mask: jnp.sum(
-            jnp.sin(function(q, k, v, mask=jnp.asarray(mask))[0])
-        )
-        grads = jax.grad(loss, (0, 1, 2))(*(spoil(x, jnp.nan) for x in (q, k, v)))
-        chex.assert_tree_all_finite(grads)
-        assert all((np.asarray(g)[1, 4:] == 0).all() for g in grads)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_example_without_tokens_gives_exact_zeros(rng, mode):
-    q, k, v = inputs(rng)
-    mask = jnp.asarray(lengths_to_valid([7, 0], 7)[:, None, None])
-    loss = lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v, mask=mask, mode=mode)))
-    out = attention(q, k, v, mask=mask, mode=mode)
-    grads = jax.grad(loss, (0, 1, 2))(q, k, v)
-    chex.assert_tree_all_finite((out, grads))
-    assert all((np.asarray(x)[1] == 0).all() for x in (out, *grads))
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_a_mask_of_single_pairs_is_refused_with_the_reason(rng, mode):
     q, k, v = inputs(rng)
     for mask in (np.tril(np.ones((7, 7), bool)), rng.random((7, 7)) < 0.5):
@@ -453,31 +423,6 @@ def test_temperatures_may_be_traced_and_compile_once(rng):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_vmap_and_raw_calls_agree_with_jit(rng, mode):
-    q, k, v = inputs(rng)
-    function = functools.partial(esp_attention, mode=mode)
-    expected = jax.jit(function)(q, k, v)
-    chex.assert_trees_all_close(function(q, k, v), expected, atol=1e-6)
-    chex.assert_trees_all_close(jax.vmap(function)(q, k, v), expected, atol=1e-6)
-    chex.assert_trees_all_close(function(q[0], k[0], v[0]), expected[0], atol=1e-6)
-
-
-def test_remat_and_scan_over_layers_change_nothing(rng):
-    q, _, _ = inputs(rng)
-    block = lambda x: x + esp_attention(x, x, x, temperature=0.1)
-
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def stacked(x):
-        out, _ = jax.lax.scan(lambda x, _: (jax.checkpoint(block)(x), None), x, length=2)
-        return jnp.sum(jnp.sin(out)), out
-
-    (_, out), grad = stacked(q)
-    chex.assert_tree_all_finite(grad)
-    chex.assert_trees_all_close(out, block(block(q)), atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_runs_sharded_over_examples_with_keys_that_are_not(rng, mode):
     q, k, v = inputs(rng)
     loss = lambda q, k, v: jnp.sum(jnp.sin(esp_attention(q, k, v, mode=mode)))
@@ -514,36 +459,6 @@ def test_memory_does_not_grow_with_the_number_of_slices(rng):
     assert temporary(64, "dense") > 64
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("low", ["bfloat16", "float16"])
-def test_half_precision_goes_in_and_comes_out(rng, mode, low):
-    q, k, v = inputs(rng, dtype=low)
-    out, weights = attention(q, k, v, mode=mode, return_weights=True)
-    chex.assert_type([out, weights], jnp.dtype(low))
-    full = attention(*(x.astype(jnp.float32) for x in (q, k, v)), mode=mode, return_weights=True)
-    chex.assert_trees_all_equal((out, weights), jax.tree.map(lambda x: x.astype(low), full))
-    chex.assert_type(attention(q, k, v, mode=mode, dtype=jnp.float32), jnp.float32)
-
-
-def test_dropout_acts_on_the_weights_and_only_when_asked(rng):
-    q, k, v = inputs(rng)
-    plain = attention(q, k, v)
-    key = jax.random.key(0)
-    dropping = functools.partial(attention, dropout_rng=key, dropout_rate=0.5)
-    with pytest.raises(TypeError, match="dropout_rate"):
-        dropping(q, k, v)
-    dropping = functools.partial(esp_attention, dropout_rng=key, dropout_rate=0.5)
-    chex.assert_trees_all_close(dropping(q, k, v), plain, atol=1e-6)
-    assert np.abs(np.asarray(dropping(q, k, v, deterministic=False) - plain)).max() > 0.01
-
-
-def test_fewer_key_value_heads_are_broadcast(rng):
-    q, _, _ = inputs(rng, heads=6)
-    _, k, v = inputs(rng, heads=2)
-    full = attention(q, jnp.repeat(k, 3, -2), jnp.repeat(v, 3, -2))
-    chex.assert_trees_all_close(attention(q, k, v), full, atol=1e-6)
-
-
 # ---------------------------------------------------------------------- inside Flax models
 
 
@@ -551,41 +466,6 @@ def sequences(rng):
     """Two token sequences of lengths 6 and 4, and their mask as Flax makes it."""
     valid = jnp.asarray(lengths_to_valid([6, 4], 6), jnp.float32)
     return problems.normal(rng, 2, 6, 12), nn.make_attention_mask(valid, valid)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_serves_as_attention_fn_of_linen(rng, mode):
-    x, mask = sequences(rng)
-    variables = nn.MultiHeadDotProductAttention(num_heads=3).init(jax.random.key(0), x)
-    outs = []
-    for operator in (
-        functools.partial(esp_attention, mode=mode),
-        aj.linen.EspAttention(mode=mode),
-    ):
-        model = nn.MultiHeadDotProductAttention(num_heads=3, attention_fn=operator)
-        shapes = jax.eval_shape(model.init, jax.random.key(0), x)
-        chex.assert_trees_all_equal_shapes(shapes, variables)
-        outs.append(jax.jit(model.apply)(variables, x, mask=mask))
-    p = variables["params"]
-    project = lambda n: jnp.einsum("bne,ehd->bnhd", x, p[n]["kernel"]) + p[n]["bias"][None, None]
-    mixed = attention(project("query"), project("key"), project("value"), mask=mask, mode=mode)
-    by_hand = jnp.einsum("bnhd,hde->bne", mixed, p["out"]["kernel"]) + p["out"]["bias"][None, None]
-    for out in outs:
-        chex.assert_trees_all_close(out, by_hand, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_serves_as_attention_fn_of_nnx(rng, mode):
-    x, mask = sequences(rng)
-    make = lambda f: nnx.MultiHeadAttention(3, 12, decode=False, attention_fn=f, rngs=nnx.Rngs(0))
-    plain = make(functools.partial(esp_attention, mode=mode))
-    module = make(aj.nnx.EspAttention(mode=mode))
-    chex.assert_trees_all_equal(nnx.state(plain, nnx.Param), nnx.state(module, nnx.Param))
-    run = nnx.jit(lambda model, x: model(x, mask=mask))
-    q, k, v = plain.query(x), plain.key(x), plain.value(x)
-    expected = plain.out(attention(q, k, v, mask=mask, mode=mode))
-    chex.assert_trees_all_close(run(plain, x), expected, atol=1e-5)
-    chex.assert_trees_all_close(run(module, x), expected, atol=1e-5)
 
 
 def test_linen_models_anneal_inside_a_jitted_step(rng):
@@ -630,17 +510,6 @@ def test_call_time_temperatures_override_those_of_a_linen_module(rng):
     module = aj.linen.EspAttention(temperature=0.1, inverse_temperature=1.0)
     out = module.apply({}, q, k, v, temperature=1e-3, inverse_temperature=0.1)
     chex.assert_trees_all_close(out, attention(q, k, v), atol=1e-6)
-
-
-def test_weights_are_sown_under_the_name_of_flax(rng):
-    x, _ = sequences(rng)
-    model = nn.MultiHeadDotProductAttention(
-        num_heads=3, attention_fn=aj.linen.EspAttention(mode="hard")
-    )
-    variables = model.init(jax.random.key(0), x)
-    _, state = model.apply(variables, x, sow_weights=True, mutable=["intermediates"])
-    (weights,) = state["intermediates"]["attention_weights"]
-    np.testing.assert_allclose(np.asarray(weights).sum(-2), 1, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------ schedules

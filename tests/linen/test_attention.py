@@ -3,7 +3,6 @@
 import functools
 
 import chex
-import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -33,14 +32,6 @@ from linen_models import (
 import asap_jax as aj
 
 # ------------------------------------------------------------------------------- a drop-in layer
-
-
-@pytest.mark.parametrize("normalize_qk", [False, True])
-def test_parameters_are_those_of_stock_attention(normalize_qk):
-    x = jnp.ones((1, 2, FEATURES))
-    stock = nn.MultiHeadDotProductAttention(HEADS, normalize_qk=normalize_qk)
-    ours = attention(normalize_qk=normalize_qk).init(jax.random.key(0), x)
-    chex.assert_trees_all_equal(ours, stock.init(jax.random.key(0), x))
 
 
 def test_init_leaves_parameters_only():
@@ -75,40 +66,6 @@ MASKS = {
     "keys of one example": VALID[1][None, None, None, :],
     "entry by entry": problems.random_mask(np.random.default_rng(1), BATCH, HEADS, LENGTH, LENGTH),
 }
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_masks_reach_the_operator(rng, mask):
-    layer = attention()
-    (x,) = data(rng, 1)
-    variables = initial(rng, layer)
-    q, k, v = project(variables["params"], x)
-    heads = aj.sinkhorn_attention(q, k, v, mask=mask, spec=SPEC)
-    masked = layer.apply(variables, x, mask=jnp.asarray(mask))
-    chex.assert_trees_all_close(masked, output(variables["params"]["out"], heads), atol=2e-6)
-    assert jnp.abs(masked - layer.apply(variables, x)).max() > 1e-2
-
-
-def test_sow_weights_sows_what_return_weights_returns(rng):
-    layer = attention()
-    (x,) = data(rng, 1)
-    variables = layer.init(jax.random.key(0), x)
-    mask = jnp.asarray(MASKS["keys, bool"])
-    _, state = layer.apply(variables, x, mask=mask, sow_weights=True, mutable=["intermediates"])
-    (sown,) = state["intermediates"]["attention_weights"]
-    q, k, v = project(variables["params"], x)
-    _, weights = aj.sinkhorn_attention(q, k, v, mask=mask, spec=SPEC, return_weights=True)
-    chex.assert_trees_all_close(sown, weights, atol=1e-6)
-    np.testing.assert_array_equal(sown[1, :, :, 4:], 0)
-
-
-def test_plain_functions_serve_as_attention_fn(rng):
-    (x,) = data(rng, 1)
-    layer = attention()
-    variables = initial(rng, layer)
-    plain = attention(functools.partial(aj.sinkhorn_attention, spec=SPEC))
-    chex.assert_trees_all_equal_shapes(initial(rng, plain), variables)
-    chex.assert_trees_all_close(plain.apply(variables, x), layer.apply(variables, x), atol=1e-6)
 
 
 def test_the_compiled_layer_is_asap_attention(rng):
@@ -157,37 +114,6 @@ def test_bfloat16_layers_stay_close_to_float32(rng, compiled):
 # ------------------------------------------------------------------------------ dropout, refusals
 
 
-def test_deterministic_dropout_is_no_dropout(rng):
-    (x,) = data(rng, 1)
-    layer = attention(dropout_rate=0.5)
-    variables = initial(rng, attention())
-    out = layer.apply(variables, x, deterministic=True)
-    chex.assert_trees_all_equal(out, layer.apply(variables, x, deterministic=True))
-    chex.assert_trees_all_equal(out, attention().apply(variables, x))
-
-
-def test_dropout_follows_its_rng(rng):
-    (x,) = data(rng, 1)
-    layer = attention(dropout_rate=0.5, deterministic=False)
-    variables = initial(rng, attention())
-    one, again, other = (
-        layer.apply(variables, x, rngs={"dropout": jax.random.key(seed)}) for seed in (1, 1, 2)
-    )
-    chex.assert_trees_all_equal(one, again)
-    assert jnp.abs(one - other).max() > 1e-3
-    assert jnp.abs(one - attention().apply(variables, x)).max() > 1e-3
-
-
-def test_dropout_without_an_rng_is_refused(rng):
-    (x,) = data(rng, 1)
-    variables = initial(rng, attention())
-    with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
-        attention(dropout_rate=0.5).apply(variables, x, deterministic=False)
-    q, k, v = project(variables["params"], x)
-    with pytest.raises(ValueError, match="dropout_rng"):
-        aj.linen.SinkhornAttention(SPEC).apply({}, q, k, v, dropout_rate=0.5, deterministic=False)
-
-
 def test_dropout_survives_when_every_collection_is_mutable(rng):
     (x,) = data(rng, 1)
     layer = attention(dropout_rate=0.5, deterministic=False)
@@ -207,15 +133,6 @@ def test_decoding_one_query_at_a_time_is_refused(rng):
 
     with pytest.raises(ValueError, match="decode"):
         decode_first_token()
-
-
-def test_causal_attention_and_other_einsums_are_refused(rng):
-    q, k, v = problems.attention_inputs(rng, queries=5)
-    with pytest.raises(ValueError, match="is_causal=True is refused"):
-        aj.linen.SinkhornAttention(SPEC).apply({}, q, k, v, is_causal=True)
-    layer = attention(qk_attn_weights_einsum_cls=lambda: jnp.einsum)
-    with pytest.raises(ValueError, match="qk_attn_weights_einsum"):
-        layer.init(jax.random.key(0), data(rng, 1)[0])
 
 
 def test_a_state_of_another_spec_is_refused(rng):

@@ -38,15 +38,6 @@ import asap_jax as aj
 
 
 @pytest.mark.parametrize("normalize_qk", [False, True])
-def test_state_is_that_of_stock_attention(normalize_qk):
-    ours = attention(normalize_qk=normalize_qk)
-    stock = attention(nnx.dot_product_attention, normalize_qk=normalize_qk)
-    chex.assert_trees_all_equal(
-        nnx.to_pure_dict(nnx.state(ours)), nnx.to_pure_dict(nnx.state(stock))
-    )
-
-
-@pytest.mark.parametrize("normalize_qk", [False, True])
 def test_output_is_sinkhorn_attention_on_the_projections(rng, normalize_qk):
     layer = shake(rng, attention(normalize_qk=normalize_qk))
     (x,) = data(rng, 1)
@@ -84,29 +75,6 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_masks_reach_the_operator(rng, mask):
-    layer, mask = shake(rng, attention()), jnp.asarray(mask)
-    (x,) = data(rng, 1)
-    heads = aj.sinkhorn_attention(*project(layer, x), mask=mask, spec=SPEC)
-    chex.assert_trees_all_close(layer(x, mask=mask), output(layer, heads), atol=2e-6)
-    assert jnp.abs(layer(x, mask=mask) - layer(x)).max() > 1e-2
-
-
-def test_sow_weights_sows_what_return_weights_returns(rng):
-    layer, mask = attention(), jnp.asarray(MASKS["keys, bool"])
-    (x,) = data(rng, 1)
-    sowing = nnx.capture(lambda m, x: m(x, mask=mask, sow_weights=True), nnx.Intermediate)
-    out, state = sowing(layer, x)
-    (sown,) = state["attention_weights"].get_value()
-    heads, weights = aj.sinkhorn_attention(
-        *project(layer, x), mask=mask, spec=SPEC, return_weights=True
-    )
-    chex.assert_trees_all_close(sown, weights, atol=1e-6)
-    np.testing.assert_array_equal(sown[1, :, :, 4:], 0)
-    chex.assert_trees_all_close(out, output(layer, heads), atol=2e-6)
-
-
 def test_plain_functions_serve_as_attention_fn(rng):
     batches = data(rng)
     layer = attention()
@@ -137,37 +105,6 @@ def test_bfloat16_layers_stay_close_to_float32(rng):
 
 
 # ------------------------------------------------------------------------------ dropout, refusals
-
-
-def test_deterministic_dropout_is_no_dropout(rng):
-    (x,) = data(rng, 1)
-    layer = attention(dropout_rate=0.5)
-    out = layer(x, deterministic=True)
-    chex.assert_trees_all_equal(out, layer(x, deterministic=True))
-    chex.assert_trees_all_equal(out, attention()(x))
-
-
-def test_dropout_follows_its_rng(rng):
-    (x,) = data(rng, 1)
-    layer = attention(dropout_rate=0.5, deterministic=False)
-    one, again, other = (layer(x, rngs=nnx.Rngs(dropout=seed)) for seed in (1, 1, 2))
-    chex.assert_trees_all_equal(one, again)
-    assert jnp.abs(one - other).max() > 1e-3
-    assert jnp.abs(one - attention()(x)).max() > 1e-3
-
-
-def test_dropout_without_an_rng_is_refused(rng):
-    (x,) = data(rng, 1)
-    layer = attention(dropout_rate=0.5, keep_rngs=False)
-    with pytest.raises(ValueError, match="rngs"):
-        layer(x, deterministic=False)
-    with pytest.raises(ValueError, match="dropout_rng"):
-        layer.attention_fn(*project(layer, x), dropout_rate=0.5, deterministic=False)
-
-
-def test_causal_attention_is_refused(rng):
-    with pytest.raises(ValueError, match="is_causal=True is refused"):
-        attention()(data(rng, 1)[0], is_causal=True)
 
 
 def test_a_state_of_another_spec_is_refused(rng):
