@@ -74,9 +74,9 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
         (["demo", "--batch-size", "-3"], "batch_size -3 must be at least 1"),
         (
             ["demo", "--batch-size", "5000"],
-            "batch_size 5000 must be in 1..2000, the training images",
+            "batch_size 5000 must be in 1..2000, the number of training images",
         ),
-        (["demo", "--batch-size", "51"], "does not share out evenly among 2 devices"),
+        (["demo", "--batch-size", "51"], "cannot be divided evenly among 2 devices"),
         (["demo", "--patch-size", "5"], "patch_size 5 must divide the 28x28 pixels"),
         (["demo", "--epochs", "0"], "epochs 0 must be at least 1"),
         (["demo", "--learning-rate", "nan"], "learning_rate nan must be above 0"),

@@ -77,7 +77,7 @@ def test_dropout_under_jit_is_that_of_one_device(recipe, examples):
 
 @pytest.mark.parametrize("way", [devices.Sharded, devices.Mapped])
 def test_a_batch_that_does_not_share_out_evenly_is_refused(way):
-    with pytest.raises(UserError, match=r"batch_size 7 does not share out evenly among 2 devices"):
+    with pytest.raises(UserError, match=r"batch_size 7 cannot be divided evenly among 2 devices"):
         way(7)
 
 
