@@ -73,7 +73,7 @@ def test_only_the_newest_checkpoints_are_kept(minute, examples, tmp_path):
     loop.train(recipe, examples, tmp_path, save_every=1)
     names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
     assert names == ["6", "8"]
-    assert checkpoints.KEPT == 2
+    assert checkpoints.NUM_KEPT == 2
 
 
 @pytest.mark.parametrize(("epochs", "every"), [(4, 1), (20, 1), (50, 2), (300, 15)])
@@ -91,7 +91,7 @@ def test_at_most_a_twentieth_of_a_run_lies_between_checkpoints(
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(minute, examples, tmp_path):
     loop.train(minute, examples, tmp_path, stop_after=2)
-    with pytest.raises(UserError, match=r"holds a run that got to step 2: continue with --resume"):
+    with pytest.raises(UserError, match=r"holds a run that is at step 2: continue with --resume"):
         loop.train(minute, examples, tmp_path)
 
 
