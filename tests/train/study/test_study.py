@@ -360,7 +360,7 @@ def test_teachers_of_one_recipe_are_a_group_and_labels_tell_groups_apart(tiny):
 
 
 def test_the_same_teacher_twice_is_refused(tiny):
-    with pytest.raises(UserError, match="a and b are the same teacher of seed 0: leave one out"):
+    with pytest.raises(UserError, match="a and b have the same recipe and seed 0: leave one out"):
         groups.groups_of([("a", untrained(tiny)), ("b", untrained(tiny))])
 
 
