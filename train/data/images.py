@@ -73,5 +73,8 @@ class Pixels:
     ) -> dict[str, np.ndarray]:
         """The resized images of each split, for ``Examples.values``; ``run`` is for texts only."""
         del run
-        resize = lambda one: resizing.resize(one["image"], self.shape[:2])
-        return {name: np.stack([resize(one) for one in read]) for name, read in splits.items()}
+        resize = lambda example: resizing.resize(example["image"], self.shape[:2])
+        return {
+            name: np.stack([resize(example) for example in examples])
+            for name, examples in splits.items()
+        }

@@ -83,12 +83,14 @@ class Tokens:
         Raises:
           UserError: a feature is not in the data set, or the stored tokenizer cannot be used.
         """
-        for read in splits.values():
-            if missing := [name for name in self.features if name not in read[0]]:
+        for examples in splits.values():
+            if missing := [name for name in self.features if name not in examples[0]]:
                 raise UserError(
-                    f"the data set has no feature {missing[0]!r}, only {', '.join(read[0])}"
+                    f"the data set has no feature {missing[0]!r}, only {', '.join(examples[0])}"
                 )
-        texts = {name: [self.join(one) for one in read] for name, read in splits.items()}
+        texts = {
+            name: [self.join(example) for example in examples] for name, examples in splits.items()
+        }
         tokenizer = tokenizer_for(texts["train"], self, run)
         return {name: encode(tokenizer, rows, self.length) for name, rows in texts.items()}
 

@@ -291,13 +291,13 @@ def measure(
         rows=tuple(
             Row(
                 name=name,
-                accuracy=one.accuracy,
-                agreement=one.agreement,
+                accuracy=values.accuracy,
+                agreement=values.agreement,
                 milliseconds=times[name],
                 ratio=times[name] / times[teacher.name],
-                **{metric: one.mean(metric) for metric in one.cases},
+                **{metric: values.mean(metric) for metric in values.cases},
             )
-            for name, one in measured.items()
+            for name, values in measured.items()
         ),
         facts={
             "data": f"{recipe.dataset}, {len(test)} test {test.unit}, none of them used to fit",

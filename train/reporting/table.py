@@ -144,7 +144,7 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -83,8 +83,10 @@ def run(
 
 def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
     """What the figures of a group were measured on."""
-    spread = lambda name, form: results.Spread.of([getattr(t, name) for t in done]).text(form)
-    seeds = ", ".join(str(one.seed) for one in done)
+    spread = lambda name, form: results.Spread.of(
+        [getattr(teacher, name) for teacher in done]
+    ).text(form)
+    seeds = ", ".join(str(teacher.seed) for teacher in done)
     used, unit = min(test_examples, len(split.test)), split.test.unit
     facts = {
         "seeds": f"{seeds}; of several, the median and the range from lowest to highest",
@@ -100,8 +102,8 @@ def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
             "side as the teacher"
         )
     counts = collections.defaultdict(collections.Counter)
-    for one in done:
-        for row in one.rows:
+    for teacher in done:
+        for row in teacher.rows:
             counts[row.name].update(row.chosen.values())
     for name, counted in counts.items():
         if counted:

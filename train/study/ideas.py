@@ -171,7 +171,7 @@ def run(
             _read,
             again=again,
         )
-        tried += [dataclasses.replace(one, run=str(folder)) for one in figures]
+        tried += [dataclasses.replace(idea, run=str(folder)) for idea in figures]
         tables.append(_table(str(folder), figures))
     facts = {
         "figure": "median attention rel-l2 over test cases after n closures",
@@ -183,13 +183,13 @@ def run(
 
 
 def _table(title: str, tried: Sequence[Tried]) -> Table:
-    counts = sorted({n for one in tried for n in one.rel_l2})
-    cell = lambda one, n: f"{one.rel_l2[n]:.4f}" if n in one.rel_l2 else "-"
-    rows = [[one.name, *(cell(one, n) for n in counts)] for one in tried]
+    counts = sorted({n for idea in tried for n in idea.rel_l2})
+    cell = lambda idea, n: f"{idea.rel_l2[n]:.4f}" if n in idea.rel_l2 else "-"
+    rows = [[idea.name, *(cell(idea, n) for n in counts)] for idea in tried]
     return Table(["idea", *(f"n={n}" for n in counts)], rows, title)
 
 
 def _read(stored: list[dict[str, Any]]) -> list[Tried]:
     """The ideas from JSON, where the numbers of closures are strings."""
     as_counts = lambda rel_l2: {int(n): float(value) for n, value in rel_l2.items()}
-    return [Tried(**{**one, "rel_l2": as_counts(one["rel_l2"])}) for one in stored]
+    return [Tried(**{**idea, "rel_l2": as_counts(idea["rel_l2"])}) for idea in stored]

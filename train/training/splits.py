@@ -43,15 +43,15 @@ def load_data(
     folder = tfds.resolve(data_dir, packaged=recipe.packaged)
     splits = dict(zip(("train", "test"), recipe.splits, strict=True))
     sources = {key: tfds.read(recipe.dataset, name, folder) for key, name in splits.items()}
-    values = recipe.inputs.load({key: read for key, (read, _) in sources.items()}, run)
+    values = recipe.inputs.load({key: records for key, (records, _) in sources.items()}, run)
     examples = {
         key: Examples(
             values=values[key],
-            labels=np.array([one["label"] for one in read], np.int32),
+            labels=np.array([example["label"] for example in records], np.int32),
             class_names=names,
             unit=recipe.inputs.unit,
         )
-        for key, (read, names) in sources.items()
+        for key, (records, names) in sources.items()
     }
     return Split(**examples, data_dir=folder)
 
