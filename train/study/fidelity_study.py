@@ -89,7 +89,7 @@ def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
     seeds = ", ".join(str(teacher.seed) for teacher in done)
     used, unit = min(test_examples, len(split.test)), split.test.unit
     facts = {
-        "seeds": f"{seeds}; of several, the median and the range from lowest to highest",
+        "seeds": f"{seeds}; figures of several seeds are median and range (lowest to highest)",
         "teacher accuracy": f"{spread('accuracy', '{:.3f}')} on all {len(split.test)} test {unit}",
         "score standard deviation": spread("score_std", "{:.2f}"),
     }
