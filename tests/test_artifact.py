@@ -192,7 +192,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_what_is_loaded_is_what_was_saved(path, state):
+def test_load_returns_what_was_saved(path, state):
     _, variables, result = linen_teacher()
     result = with_states(result, {PATH: state})
     aj.save(path, result)
@@ -225,7 +225,7 @@ def test_a_loaded_nnx_model_gives_the_same_outputs(saved_nnx):
     assert all(layer.attention_fn.asap is None for layer in model.layers)
 
 
-def test_scanned_stacks_come_back(path):
+def test_scanned_stacks_can_be_saved_and_loaded(path):
     (x,) = data(1)
     stacked = aj.Predictor(
         directions=some(DEPTH, SLICES, FEATURES // HEADS), coefficients=some(DEPTH, SLICES)
@@ -323,28 +323,28 @@ OTHER_MODELS = {
 
 
 @pytest.mark.parametrize(("settings", "message"), OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_another_linen_teacher_is_refused(saved, settings, message):
+def test_load_refuses_another_linen_teacher(saved, settings, message):
     path, _ = saved
     with pytest.raises(ValueError, match="(?s)another teacher.*" + message):
         aj.load(path, like=variables_of(Model(**settings), seed=int(not settings)))
 
 
 @pytest.mark.parametrize(("settings", "message"), OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_another_nnx_teacher_is_refused(saved_nnx, settings, message):
+def test_load_refuses_another_nnx_teacher(saved_nnx, settings, message):
     path, _ = saved_nnx
     message = message.replace("layer_", "layers/").replace("key/.*", "key/kernel.*")
     with pytest.raises(ValueError, match="(?s)another teacher.*" + message):
         aj.load(path, like=Layers(**settings, seed=int(not settings)))
 
 
-def test_another_dtype_is_refused(saved):
+def test_load_refuses_another_dtype(saved):
     path, variables = saved
     like = jax.tree.map(lambda p: p.astype(jnp.bfloat16), variables)
     with pytest.raises(ValueError, match=r"saved float32\[.*model bfloat16\["):
         aj.load(path, like=like)
 
 
-def test_coefficients_of_float64_are_not_rounded_silently(path):
+def test_float64_coefficients_are_not_rounded_silently(path):
     """A file written with 64-bit types, read without them."""
     _, variables, result = linen_teacher()
     with jax.enable_x64(True):
@@ -371,7 +371,7 @@ OTHER_STATES = {
 
 
 @pytest.mark.parametrize(("state", "message"), OTHER_STATES.values(), ids=OTHER_STATES)
-def test_a_state_that_like_already_holds_must_agree(path, state, message):
+def test_a_state_already_in_like_must_equal_the_one_in_the_file(path, state, message):
     """A column-ending teacher is never swapped for another one by loading."""
     _, variables, result = linen_teacher()
     aj.save(path, with_states(result, {PATH: STATES["two-sided"]}))
@@ -380,14 +380,14 @@ def test_a_state_that_like_already_holds_must_agree(path, state, message):
         aj.load(path, like=like)
 
 
-def test_a_layer_that_like_already_holds_must_be_in_the_file(path):
+def test_a_layer_already_compiled_in_like_must_be_in_the_file(path):
     _, _, result = linen_teacher()
     aj.save(path, with_states(result, {PATH: STATES["two-sided"]}))
     with pytest.raises(ValueError, match="no state for layer 'SinkhornAttention_1'"):
         aj.load(path, like=result.variables)
 
 
-def test_a_state_that_an_nnx_model_already_holds_must_agree(saved_nnx):
+def test_a_state_already_in_an_nnx_model_must_equal_the_one_in_the_file(saved_nnx):
     path, model = saved_nnx
     other = nnx.clone(model)
     other.layers[0].attention_fn.asap = aj.nnx.AsapState(OTHER_STATES["directions"][0])
@@ -396,21 +396,21 @@ def test_a_state_that_an_nnx_model_already_holds_must_agree(saved_nnx):
         aj.load(path, like=other)
 
 
-def test_another_spec_in_the_nnx_model_is_refused(saved_nnx):
+def test_load_refuses_an_nnx_model_with_another_spec(saved_nnx):
     path, _ = saved_nnx
     layer = "layers/0/attention_fn"
     with pytest.raises(ValueError, match=rf"'{layer}' was compiled for .*steps=4.*has .*steps=6"):
         aj.load(path, like=Layers(aj.SinkhornSpec(6)))
 
 
-def test_another_spec_in_the_linen_model_is_refused_when_it_runs(saved):
+def test_a_linen_model_with_another_spec_raises_when_it_runs(saved):
     path, variables = saved
     loaded = aj.load(path, like=variables)
     with pytest.raises(ValueError, match=rf"'{PATH}' has .*num_steps=6.*num_steps=4"):
         Model(aj.SinkhornSpec(6)).apply(loaded, data(1)[0])
 
 
-def test_the_other_framework_is_refused(saved, tmp_path):
+def test_load_refuses_a_model_of_the_other_framework(saved, tmp_path):
     path, variables = saved
     with pytest.raises(ValueError, match="compiled from a linen model, like is nnx"):
         aj.load(path, like=Layers())
@@ -420,12 +420,12 @@ def test_the_other_framework_is_refused(saved, tmp_path):
 
 
 @pytest.mark.parametrize("like", [None, [], "model", Model()], ids=str)
-def test_what_is_no_teacher_is_refused(saved, like):
+def test_load_refuses_objects_that_are_not_a_teacher(saved, like):
     with pytest.raises(TypeError, match="like must be linen variables or an nnx.Module"):
         aj.load(saved[0], like=like)
 
 
-def test_only_results_are_saved(path):
+def test_save_accepts_only_compile_results(path):
     with pytest.raises(TypeError, match="result must be a CompileResult, got dict"):
         aj.save(path, linen_teacher()[1])
     assert not path.exists()
@@ -480,7 +480,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
-def test_another_file_is_refused(path, content):
+def test_load_refuses_files_of_other_kinds(path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{path.name}: not"):
         aj.load(path, like=linen_teacher()[1])
@@ -547,7 +547,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("change", EDITS.values(), ids=EDITS)
-def test_a_header_that_does_not_fit_is_refused(saved, change):
+def test_a_header_with_wrong_contents_is_refused(saved, change):
     path, variables = saved
     edited(path, lambda header, arrays: None)
     chex.assert_trees_all_equal(aj.load(path, like=variables), linen_teacher()[2].variables)
@@ -563,7 +563,7 @@ def test_a_later_format_names_the_version_that_wrote_it(saved):
         aj.load(path, like=variables)
 
 
-def test_coefficients_that_do_not_fit_the_features_are_refused(saved):
+def test_coefficients_of_a_shape_that_does_not_match_the_features_are_refused(saved):
     path, variables = saved
 
     def change(header, arrays):
@@ -580,7 +580,7 @@ def test_coefficients_that_do_not_fit_the_features_are_refused(saved):
 
 
 @pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
-def test_a_failing_write_leaves_the_old_file_whole(saved, monkeypatch, step):
+def test_a_failed_write_leaves_the_old_file_unchanged(saved, monkeypatch, step):
     path, variables = saved
     before = path.read_bytes()
 
@@ -596,7 +596,7 @@ def test_a_failing_write_leaves_the_old_file_whole(saved, monkeypatch, step):
     aj.load(path, like=variables)
 
 
-def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
+def test_saving_into_a_missing_folder_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         aj.save(tmp_path / "no" / "model", linen_teacher()[2])
 
@@ -612,7 +612,7 @@ def test_saving_twice_gives_the_same_file(saved):
 # ------------------------------------------------------------------------------- what else takes it
 
 
-def test_msgpack_takes_predictors_and_variables():
+def test_msgpack_stores_predictors_and_variables():
     _, _, result = linen_teacher()
     for tree in (result.states[PATH].predictor, result.states[PATH], result.variables):
         empty = jax.tree.map(jnp.zeros_like, tree)
@@ -620,7 +620,7 @@ def test_msgpack_takes_predictors_and_variables():
         chex.assert_trees_all_equal(restored, tree)
 
 
-def test_orbax_takes_predictors_variables_and_nnx_states(tmp_path):
+def test_orbax_stores_predictors_variables_and_nnx_states(tmp_path):
     ocp = pytest.importorskip(
         "orbax.checkpoint", reason="orbax-checkpoint comes with the train extra"
     )
@@ -638,7 +638,7 @@ def test_orbax_takes_predictors_variables_and_nnx_states(tmp_path):
             chex.assert_trees_all_equal(restored, tree)
 
 
-def test_a_predictor_lives_in_a_linen_collection():
+def test_a_linen_collection_can_hold_a_predictor():
     predictor = linen_teacher()[2].states[PATH].predictor
 
     class Holder(nn.Module):
@@ -652,7 +652,7 @@ def test_a_predictor_lives_in_a_linen_collection():
     chex.assert_trees_all_close(out, jax.jit(aj.predict)(predictor, q, k), atol=1e-6)
 
 
-def test_a_compiled_model_is_exported_for_any_batch():
+def test_a_compiled_model_can_be_exported_for_any_batch_size():
     pytest.importorskip("flatbuffers", reason="flatbuffers comes with the export extra")
     from jax import export
 

@@ -46,7 +46,7 @@ def spellings(lengths, size):
     }
 
 
-def test_every_spelling_of_a_mask_gives_the_same_weights(rng):
+def test_all_forms_of_a_mask_give_the_same_weights(rng):
     s = problems.uniform_scores(rng, *SHAPE)
     written = spellings([6, 4], 6)
     expected = teacher(s, written["full"])
@@ -58,7 +58,7 @@ def test_every_spelling_of_a_mask_gives_the_same_weights(rng):
             raise AssertionError(f"spelling {name!r}") from error
 
 
-def test_a_mask_that_differs_per_query_is_honoured_entry_by_entry(rng):
+def test_a_mask_that_differs_per_query_is_applied_entry_by_entry(rng):
     s = problems.uniform_scores(rng, *SHAPE)
     mask = problems.random_mask(rng, *SHAPE)
     weights = np.asarray(teacher(s, jnp.asarray(mask)))
@@ -134,7 +134,7 @@ def test_a_mild_bias_masks_nothing():
     chex.assert_trees_all_equal(finite, bias)
 
 
-def test_closures_take_every_query_with_a_key_and_every_key_with_a_query():
+def test_closures_include_every_query_with_a_key_and_every_key_with_a_query():
     mask = np.ones((2, 1, 6, 6), bool)
     mask[0, 0, 2, :] = False
     mask[1, 0, :, 4] = False
@@ -143,7 +143,7 @@ def test_closures_take_every_query_with_a_key_and_every_key_with_a_query():
     np.testing.assert_array_equal(valid.key, np.broadcast_to(mask.any(-2), SHAPE[:3]))
 
 
-def test_padding_decides_which_tokens_carry_features():
+def test_the_padding_setting_decides_which_tokens_have_features():
     key_only = jnp.asarray(problems.key_padding([6, 4], 6))
     closures = masks.closure_validity(key_only, SHAPE)
     assert np.asarray(closures.query).all()
@@ -193,7 +193,7 @@ def test_any_mask_gives_finite_weights_with_the_balanced_column_sums(mask):
 
 @pytest.mark.parametrize("fill", [-1e9, -np.inf])
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
-def test_a_bias_that_a_jitted_function_closes_over_is_a_mask(make, fill):
+def test_a_masking_bias_works_inside_a_jitted_function(make, fill):
     q = jnp.ones((1, 4, 1, 2))
     values = np.zeros((1, 1, 4, 4), np.float32)
     values[..., 3] = fill

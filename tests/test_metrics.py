@@ -29,7 +29,7 @@ def test_relative_l2_is_per_head_over_the_batch(weights):
     np.testing.assert_allclose(aj.metrics.attention_rel_l2(*weights), np.mean(per_head), rtol=1e-5)
 
 
-def test_relative_l2_may_be_pooled(weights):
+def test_relative_l2_can_be_pooled(weights):
     pooled = aj.metrics.attention_rel_l2(*weights, pooled=True)
     np.testing.assert_allclose(pooled, reference.relative_l2(*as_float64(*weights)), rtol=1e-5)
 
@@ -41,7 +41,7 @@ def test_relative_l2_is_relative_to_the_second_argument(weights):
     assert aj.metrics.attention_rel_l2(a, a) == 0
 
 
-def test_relative_l2_takes_one_head(weights):
+def test_relative_l2_works_for_one_head(weights):
     a, b = weights[0][0, 0], weights[1][0, 0]
     expected = reference.relative_l2(*as_float64(a, b))
     np.testing.assert_allclose(aj.metrics.attention_rel_l2(a, b), expected, rtol=1e-5)
@@ -72,7 +72,7 @@ def test_row_error_is_the_mean_distance_from_one(weights):
     )
 
 
-def test_column_error_takes_valid_keys_and_a_target(weights, rng):
+def test_column_error_accepts_valid_keys_and_a_target(weights, rng):
     a = weights[0]
     valid = rng.random((2, 3, 5)) < 0.6
     target = rng.uniform(0.5, 2.0, size=(2, 1, 1))
@@ -104,7 +104,7 @@ def test_plan_kl_is_from_the_reference_to_the_approximation(weights):
     assert abs(float(aj.metrics.plan_kl(weights[1], weights[1]))) < 1e-7
 
 
-def test_plan_kl_counts_zero_times_log_zero_as_nothing(weights):
+def test_plan_kl_counts_zero_times_log_zero_as_zero(weights):
     a, b = weights
     value = aj.metrics.plan_kl(a.at[..., 2].set(0.0), b.at[..., 2].set(0.0))
     assert np.isfinite(value)

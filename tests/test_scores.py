@@ -71,7 +71,7 @@ def test_shifts_turn_scores_into_the_quadratic_cost(rng, x64):
     chex.assert_trees_all_close(cost, reference.quadratic_cost(q, k), atol=1e-13)
 
 
-def test_scale_may_be_any_real_scalar(rng):
+def test_scale_can_be_any_real_scalar(rng):
     q, k = problems.per_head(rng)
     expected = aj.scores(q, k, scale=0.25)
     for scale in (np.float64(0.25), np.float32(0.25), np.asarray(0.25), jnp.float32(0.25)):

@@ -106,7 +106,7 @@ def test_masks_and_biases_that_do_not_broadcast_are_refused(name, which, shape):
     )
 
 
-def test_a_key_mask_without_its_middle_axes_is_refused_even_where_it_would_broadcast():
+def test_a_key_mask_without_its_middle_axes_is_refused_even_if_it_broadcasts():
     square = inputs(query=array(5, 5, 3, 4), key=array(5, 5, 3, 4), value=array(5, 5, 3, 4))
     refused(
         FUNCTIONS["sinkhorn"],
@@ -195,7 +195,7 @@ def test_unknown_closures_are_refused(closures, error):
 
 
 @pytest.mark.parametrize("before_end", [0, -1, 4, 7, 1.5, "1"])
-def test_an_aligned_dual_outside_the_run_is_refused(before_end):
+def test_an_aligned_dual_of_a_step_that_does_not_exist_is_refused(before_end):
     with pytest.raises((ValueError, TypeError), match="before_end"):
         aj.sinkhorn_duals(jnp.zeros((3, 3)), spec=SPEC, before_end=before_end)
 
@@ -275,7 +275,7 @@ def test_directions_of_another_width_are_refused(shape):
 
 
 @pytest.mark.parametrize("row", [[0.0, 0.0, 0.0, 0.0], [1.0, np.nan, 0.0, 0.0]])
-def test_directions_without_a_direction_are_refused(row):
+def test_an_empty_bank_of_directions_is_refused(row):
     with pytest.raises(ValueError, match="directions"):
         aj.sliced_potentials(jnp.ones((7, 4)), jnp.ones((5, 4)), jnp.asarray([row]))
 
@@ -343,7 +343,7 @@ def test_scores_of_another_dtype_are_refused(function, dtype):
 
 
 @pytest.mark.parametrize("shape", [(5,), ()])
-def test_scores_that_are_no_matrix_are_refused(shape):
+def test_scores_that_are_not_a_matrix_are_refused(shape):
     refused(
         lambda scores: aj.sinkhorn_duals(scores, spec=SPEC),
         {"scores": array(*shape)},
@@ -354,7 +354,7 @@ def test_scores_that_are_no_matrix_are_refused(shape):
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (1, 1, 7, 5), (2, 7, 4)])
-def test_masks_of_another_rank_are_refused_by_the_parts(shape):
+def test_functions_of_scores_refuse_masks_of_another_rank(shape):
     mask = array(*shape, dtype="bool")
     refused(
         lambda scores, mask: aj.sinkhorn_duals(scores, spec=SPEC, mask=mask),
@@ -417,7 +417,7 @@ def test_regression_rows_of_another_dtype_are_refused():
     )
 
 
-def test_regression_rows_of_another_width_are_refused_by_running_sums():
+def test_running_sums_refuse_rows_of_another_width():
     sums = aj.NormalEquations.zero(4)
     refused(sums.add, {"features": array(7, 3), "targets": array(7)}, ValueError, "(7, 3)", "4")
     sums = aj.NormalEquations.zero(3, num_heads=2)
@@ -471,7 +471,7 @@ def test_a_dropout_rate_out_of_range_is_refused(rate):
 
 
 @pytest.mark.parametrize("option", ["return_weights", "is_causal", "deterministic"])
-def test_traced_switches_are_refused_with_the_cure(option):
+def test_traced_switches_are_refused_with_a_remedy(option):
     extra = {"dropout_rate": 0.5} if option == "deterministic" else {}
     function = functools.partial(FUNCTIONS["sinkhorn"], **extra)
     refused(
@@ -506,7 +506,7 @@ def call(name, **changes):
 @pytest.mark.parametrize("value", NO_ARRAYS, ids=["text", "None", "object", "ragged"])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 @pytest.mark.parametrize("name", [*FUNCTIONS, "diff", "esp"])
-def test_what_is_no_array_is_refused_by_attention(name, which, value):
+def test_attention_refuses_inputs_that_are_not_arrays(name, which, value):
     with pytest.raises(TypeError, match=f"^{which} must be an array, got"):
         call(name, **{which: value})
 
@@ -523,13 +523,13 @@ def test_what_is_no_array_is_refused_by_attention(name, which, value):
         ("implementation", 3, "3"),
     ],
 )
-def test_options_of_another_type_are_refused_by_attention(name, option, value, given):
+def test_attention_refuses_options_of_another_type(name, option, value, given):
     with pytest.raises((TypeError, ValueError), match=f"^{option}.*{given}"):
         call(name, **{option: value})
 
 
 @pytest.mark.parametrize("rng", [3, "a", jnp.ones(2)], ids=str)
-def test_dropout_without_a_key_is_refused(rng):
+def test_dropout_with_an_invalid_random_key_is_refused(rng):
     with pytest.raises(TypeError, match="dropout_rng must be one JAX random key, got"):
         call("sinkhorn", dropout_rate=0.5, deterministic=False, dropout_rng=rng)
 
@@ -575,13 +575,13 @@ PARTS = {
 @pytest.mark.parametrize(
     ("name", "function"), [(n, f) for n, fs in PARTS.items() for f in fs], ids=lambda x: str(x)[:9]
 )
-def test_what_is_no_array_is_refused_by_the_parts(name, function, value):
+def test_other_functions_refuse_inputs_that_are_not_arrays(name, function, value):
     with pytest.raises(TypeError, match=f"^{name} must be an array, got"):
         function(value)
 
 
 @pytest.mark.parametrize("rng", [None, "a", 1.5, True, jnp.ones(2)], ids=str)
-def test_directions_without_a_key_are_refused(rng):
+def test_directions_from_an_invalid_random_key_are_refused(rng):
     with pytest.raises(TypeError, match="^rng must be one JAX random key, got"):
         aj.slice_directions(rng, 3, 4)
 
@@ -607,7 +607,7 @@ def test_directions_without_a_key_are_refused(rng):
         ("time_limit", "a", "str"),
     ],
 )
-def test_settings_of_a_compile_of_another_type_are_refused(option, value, given):
+def test_compile_refuses_settings_of_another_type(option, value, given):
     kind = {"features": aj.PaperFit, "layers": aj.Options, "fit": aj.Options}.get(
         option, aj.AutoFit
     )
@@ -636,7 +636,7 @@ def test_settings_of_a_compile_of_another_type_are_refused(option, value, given)
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_parts_of_a_predictor_of_another_type_are_refused(parts, named):
+def test_a_predictor_refuses_parts_of_another_type(parts, named):
     with pytest.raises(TypeError, match=f"^{named}"):
         call("compiled", predictor=aj.Predictor(coefficients=jnp.ones(12), **parts))
 
@@ -667,7 +667,7 @@ def test_batches_of_another_type_are_refused(batches, given):
         aj.nnx.compile(nnx_model(), batches)
 
 
-def test_a_model_of_the_other_framework_is_sent_to_its_own_compile():
+def test_a_model_of_the_other_framework_raises_and_names_the_right_compile():
     with pytest.raises(TypeError, match=r"model.*got MultiHeadAttention; call asap_jax\.nnx\.comp"):
         aj.linen.compile(nnx_model(), {}, [TOKENS])
     with pytest.raises(TypeError, match=r"model.*DotProductAttention; call asap_jax\.linen\.comp"):

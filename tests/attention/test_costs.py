@@ -70,7 +70,7 @@ def test_the_teacher_runs_on_the_cost_kernel_at_every_budget(rng, dtype, num_ste
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_masks_go_beside_the_cost(rng, normalize):
+def test_masks_work_together_with_the_cost(rng, normalize):
     q, k, v = inputs(rng)
     mask = problems.key_padding([5, 3], 5)
     q_, k_, bias = squared_euclidean_inputs(q, k, normalize=normalize)
@@ -84,7 +84,7 @@ def test_masks_go_beside_the_cost(rng, normalize):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("closures", ["one_sided", "two_sided"])
-def test_the_compiled_layer_closes_the_cost_kernel_from_its_cost_dual(rng, closures, normalize):
+def test_a_compiled_layer_with_zero_coefficients_closes_the_cost_kernel(rng, closures, normalize):
     # With coefficients 0 the predicted cost dual is 0: closures of exp(-C) itself.
     q, k, v = inputs(rng)
     predictor = aj.Predictor(directions=jnp.eye(4), coefficients=jnp.zeros(4))
@@ -130,7 +130,7 @@ def test_normalised_tokens_have_unit_length_and_need_no_bias(rng):
         np.testing.assert_allclose(np.linalg.norm(x, axis=-1), 1, atol=1e-6)
 
 
-def test_the_bias_is_that_of_the_keys(rng):
+def test_the_bias_is_minus_half_the_scaled_squared_norm_of_the_keys(rng):
     q, k, _ = inputs(rng)
     q_, k_, bias = squared_euclidean_inputs(q, k, scale=0.7, normalize=False)
     chex.assert_trees_all_equal((q_, k_), (q, k))

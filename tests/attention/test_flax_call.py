@@ -49,7 +49,7 @@ def test_type_checkers_see_the_same_keywords_and_defaults():
     }
 
 
-def test_flax_passes_masks_and_dropout_through():
+def test_masks_and_dropout_work_through_flax():
     """Linen passes an attention function only the keywords that its signature names."""
     seen = {}
 

@@ -33,7 +33,7 @@ from asap_jax.fitting import stages
 TWO = "compiled, 2 closures"
 
 
-def test_the_best_of_each_layer_is_kept(rng):
+def test_every_layer_gets_its_best_candidate(rng):
     batches = data(rng, 5)
     result = compile_auto(batches)
     assert (result.report.num_fit_batches, result.report.num_report_batches) == (4, 1)
@@ -48,7 +48,7 @@ def test_the_best_of_each_layer_is_kept(rng):
     assert "chosen of 3 on held-out batches" in str(result.report)
 
 
-def test_a_layer_no_closer_than_sinkhorn_of_as_many_steps_is_pointed_out():
+def test_a_layer_no_closer_than_sinkhorn_with_the_same_steps_gets_a_warning():
     """At n=1 the lowest budget of the teacher's ending has two steps: no comparison."""
     rung = lambda *errors: {n: Rung(e, 1e-3) for n, e in enumerate(errors, 1)}
     ladder = {"moments": rung(0.9, 0.3), SAME_ENDING: rung(0.2, 0.2), "teacher": {6: Rung(0, 1)}}
@@ -64,7 +64,7 @@ def test_a_layer_no_closer_than_sinkhorn_of_as_many_steps_is_pointed_out():
     assert "WARNING" not in str(layer)
 
 
-def test_the_report_measures_what_the_state_does(rng):
+def test_the_report_matches_the_compiled_state(rng):
     """Fidelity, ladder and choice agree where they look at the same batch."""
     batches = data(rng, 5)
     result = compile_auto(batches, ladder=(1, 2, 3))
@@ -87,7 +87,7 @@ def test_the_report_measures_what_the_state_does(rng):
     assert "closures from zero" in str(result.report)
 
 
-def test_report_batches_are_in_no_fit_and_choice_batches_in_the_last(rng):
+def test_no_fit_uses_report_batches_and_the_final_fit_uses_choice_batches(rng):
     """Of five batches the second is reported on; the third is chosen on, and fitted then."""
     batches = data(rng, 5)
     one = dict(candidates=SMALL[:1])
@@ -102,21 +102,21 @@ def test_report_batches_are_in_no_fit_and_choice_batches_in_the_last(rng):
     chex.assert_trees_all_close(alone, plain, rtol=1e-3, atol=1e-4)
 
 
-def test_two_batches_are_enough_and_the_report_says_what_it_cost(rng):
+def test_two_batches_are_enough_and_the_report_says_the_choice_is_in_sample(rng):
     result = compile_auto(data(rng, 2))
     assert result.report.layers[FIRST].fit["chosen_in_sample"]
     assert "on the fit's own batches" in str(result.report)
 
 
 @pytest.mark.parametrize(("setting", "value"), [("closures", 3), ("ladder", (1, 3))])
-def test_a_budget_beyond_the_teachers_steps_is_refused(rng, setting, value):
+def test_more_closures_than_the_teacher_has_steps_are_refused(rng, setting, value):
     model = Model((aj.SinkhornSpec(3), SPEC))
     variables = variables_of(model, rng)
     with pytest.raises(ValueError, match=rf"^{setting}=.*3.*'{FIRST}' with num_steps=3"):
         compile_auto(data(rng), model, variables, **{setting: value})
 
 
-def test_the_default_budget_is_at_most_what_the_teacher_has_and_the_report_says_so(rng):
+def test_the_default_closures_are_limited_by_the_teacher_and_the_report_says_so(rng):
     model = Model((aj.SinkhornSpec(2), SPEC))
     one = dict(candidates=SMALL[:1], ladder=None)
     result = compile_auto(data(rng), model, variables_of(model, rng), **one)
@@ -128,7 +128,7 @@ def test_the_default_budget_is_at_most_what_the_teacher_has_and_the_report_says_
     assert (set(short.ladder["moments"]), set(long.ladder["moments"])) == ({1}, {1, 2, 3})
 
 
-def test_a_candidate_that_is_too_slow_is_not_kept(rng):
+def test_if_all_candidates_are_too_slow_the_fastest_is_chosen(rng):
     result = compile_auto(data(rng), time_limit=1e-9)
     fit = result.report.layers[FIRST].fit
     assert set(fit["too_slow"]) == set(fit["choice"])
@@ -136,7 +136,7 @@ def test_a_candidate_that_is_too_slow_is_not_kept(rng):
     assert "ALL beyond the time limit" in str(result.report)
 
 
-def test_later_candidates_must_earn_their_cost():
+def test_a_costlier_candidate_must_be_better_by_a_margin():
     good = automatic_fit.cheapest_good
     costs = {"a": (0, 0, 0), "b": (32, 0, 0), "c": (32, 1, 0), "b too": (32, 0, 0)}
     assert good({"a": 0.100, "b": 0.099}, costs) == "a"
@@ -149,7 +149,7 @@ def test_later_candidates_must_earn_their_cost():
 
 
 @pytest.mark.parametrize("closures", [1, 2])
-def test_compiled_states_come_back_from_a_file(rng, tmp_path, closures):
+def test_compiled_states_can_be_saved_and_loaded(rng, tmp_path, closures):
     """Corrections, codebooks and the predictors inside them."""
     batches, (model, variables) = data(rng), teacher()
     wanted = aj.Candidate("all", rounds=2, num_centres=4, chain=closures > 1,
@@ -163,7 +163,7 @@ def test_compiled_states_come_back_from_a_file(rng, tmp_path, closures):
     )
 
 
-def test_masked_batches(rng):
+def test_masked_batches_compile(rng):
     """Key masks: what padded queries add makes candidates; an empty batch counts for nothing."""
     tries = (
         aj.Candidate("spec's", padding="self"),
@@ -201,7 +201,7 @@ class Stack(nn.Module):
         return scan()(x, None)[0]
 
 
-def test_a_scanned_stack_shares_a_candidate(rng):
+def test_layers_of_a_scanned_stack_share_a_candidate(rng):
     model, batches = Stack(), data(rng, 4)
     variables = variables_of(model, rng)
     whole = aj.Candidate("all", rounds=1, num_centres=4, chain=True, tuned=2, hidden=2)
@@ -217,7 +217,7 @@ def test_a_scanned_stack_shares_a_candidate(rng):
     assert jnp.isfinite(model.apply(result.variables, batches[0])).all()
 
 
-def test_an_nnx_model(rng, tmp_path):
+def test_the_automatic_fit_compiles_an_nnx_model(rng, tmp_path):
     layer = nnx.MultiHeadAttention(
         HEADS, 8, decode=False, attention_fn=aj.nnx.SinkhornAttention(SPEC), rngs=nnx.Rngs(0)
     )
@@ -238,7 +238,7 @@ def test_settings_out_of_range_are_refused(name, value):
         aj.AutoFit(**{name: value})
 
 
-def test_budgets_that_no_candidate_suits_are_refused(rng):
+def test_closures_that_no_candidate_supports_are_refused(rng):
     with pytest.raises(ValueError, match=r"closures='two_sided'.*PaperFit"):
         aj.Options(fit="auto", closures="two_sided")
     chain = aj.AutoFit(candidates=(SMALL[1],), ladder=(), time_limit=None)

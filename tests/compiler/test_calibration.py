@@ -70,7 +70,7 @@ def test_batches_of_an_nnx_model_may_be_tuples_or_dicts(rng, form):
     chex.assert_trees_all_equal(result.states, expected.states)
 
 
-def test_keywords_of_the_call(rng):
+def test_masks_count_in_batches_in_apply_kwargs_and_in_forward(rng):
     """In a dict batch or as apply_kwargs; either way they count."""
     batches, mask = data(rng), problems.token_padding([LENGTH, 4, 5], LENGTH)
     by_batch = compile_model([{"x": x, "mask": mask} for x in batches])
@@ -86,7 +86,7 @@ def test_keywords_of_the_call(rng):
 @pytest.mark.parametrize(
     "mutable", ["batch_stats", ["batch_stats"], True, flax.core.DenyList("params")], ids=str
 )
-def test_forward_may_ask_for_mutable_collections(rng, mutable):
+def test_forward_can_request_mutable_collections(rng, mutable):
     batches, model = data(rng), teacher()[0]
     forward = lambda variables, x: model.apply(variables, x, mutable=mutable)[0]
     result = compile_model(batches, forward=forward)
@@ -94,7 +94,7 @@ def test_forward_may_ask_for_mutable_collections(rng, mutable):
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_forward_may_be_jitted_when_it_returns_the_records(rng, warm):
+def test_a_jitted_forward_works_if_it_returns_the_records(rng, warm):
     """And it may be used again: the second compile meets its traces in a cache."""
     batches, (model, variables) = data(rng), teacher()
     forward = jax.jit(lambda variables, x: model.apply(variables, x, mutable=["asap_capture"]))
@@ -106,7 +106,7 @@ def test_forward_may_be_jitted_when_it_returns_the_records(rng, warm):
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_a_jitted_forward_that_drops_the_records_is_an_error_with_the_remedy(rng, warm):
+def test_a_jitted_forward_that_drops_the_records_is_an_error_that_names_the_remedy(rng, warm):
     batches, (model, variables) = data(rng), teacher()
     forward = jax.jit(lambda variables, x: model.apply(variables, x))
     if warm:
@@ -136,18 +136,18 @@ def test_forward_must_run_the_model_once(rng, calls):
     [jnp.ones((BATCH, LENGTH, FEATURES)), np.ones((BATCH, LENGTH, FEATURES)), {"x": 1}, "x"],
     ids=["jax array", "NumPy array", "dict", "string"],
 )
-def test_one_bare_batch_is_refused(batches):
+def test_a_single_batch_instead_of_an_iterable_is_refused(batches):
     with pytest.raises(TypeError, match=r"batches must be an iterable .* give \[batch\]"):
         compile_model(batches)
 
 
 @pytest.mark.parametrize("batches", [[], (), iter(())], ids=["list", "tuple", "generator"])
-def test_no_batches_are_refused(batches):
+def test_an_empty_iterable_of_batches_is_refused(batches):
     with pytest.raises(ValueError, match="batches holds no batch"):
         compile_model(batches)
 
 
-def test_batches_of_no_active_token_are_refused(rng):
+def test_batches_without_an_active_token_are_refused(rng):
     batch = {"x": data(rng)[0], "mask": np.zeros((BATCH, 1, LENGTH, LENGTH), bool)}
     with pytest.raises(ValueError, match=f"'{FIRST}': no active token"):
         compile_model([batch])
@@ -159,7 +159,7 @@ def test_a_model_without_the_layer_is_refused(rng):
         compile_model(data(rng), model, variables_of(model, rng))
 
 
-def test_row_softmax_is_refused_unless_left_out(rng):
+def test_a_teacher_with_one_step_is_refused_unless_its_layer_is_left_out(rng):
     model, variables = teacher((SPEC, aj.SinkhornSpec(num_steps=1)))
     with pytest.raises(ValueError, match=rf"'{SECOND}' has num_steps=1.*layers="):
         compile_model(data(rng), model, variables)
@@ -194,7 +194,7 @@ def test_settings_of_another_type_are_refused(rng, name, value):
         compile_model(data(rng), **{name: value})
 
 
-def test_closures_beyond_the_teacher_name_the_layer(rng):
+def test_an_error_about_too_many_closures_names_the_layer(rng):
     message = rf"closures=4 needs a teacher of more steps than layer '{FIRST}' with num_steps=4"
     for closures in (4, np.int64(4)):
         with pytest.raises(ValueError, match=message):
@@ -203,7 +203,7 @@ def test_closures_beyond_the_teacher_name_the_layer(rng):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_data_that_are_not_finite_name_the_batch_and_the_layer(rng, index, bad):
+def test_an_error_about_data_that_are_not_finite_names_batch_and_layer(rng, index, bad):
     """The second of three batches is held out; it is checked all the same."""
     batches = data(rng)
     batches[index] = batches[index].at[1, 2, 3].set(bad)
@@ -211,7 +211,7 @@ def test_data_that_are_not_finite_name_the_batch_and_the_layer(rng, index, bad):
         compile_model(batches)
 
 
-def test_a_held_out_batch_of_no_active_token_is_refused(rng):
+def test_a_held_out_batch_without_an_active_token_is_refused(rng):
     """Its figures would all be NaN."""
     batches = [{"x": x, "mask": np.ones((BATCH, 1, LENGTH, LENGTH), bool)} for x in data(rng)]
     batches[1]["mask"] = np.zeros_like(batches[1]["mask"])
@@ -219,7 +219,7 @@ def test_a_held_out_batch_of_no_active_token_is_refused(rng):
         compile_model(batches)
 
 
-def test_a_mask_of_other_values_is_refused(rng):
+def test_a_mask_with_values_other_than_zero_and_one_is_refused(rng):
     mask = np.full((BATCH, 1, LENGTH, LENGTH), 0.5, np.float32)
     with pytest.raises(ValueError, match="must hold only 0 and 1"):
         compile_model([{"x": x, "mask": mask} for x in data(rng)])
@@ -243,12 +243,12 @@ def test_unknown_layers_are_refused(rng):
         compile_model(data(rng), layers=[FIRST, "layer_0"])
 
 
-def test_choosing_no_layer_is_refused(rng):
+def test_an_empty_choice_of_layers_is_refused(rng):
     with pytest.raises(ValueError, match="layers"):
         compile_model(data(rng), layers=[])
 
 
-def test_ten_layers_keep_their_order(rng):
+def test_more_than_ten_layers_stay_in_order(rng):
     model, variables = teacher((SPEC,) * 11)
     paths = [f"SinkhornAttention_{i}" for i in range(11)]
     assert list(compile_model(data(rng, 1), model, variables).states) == paths
@@ -310,7 +310,7 @@ def test_coefficients_are_the_ridge_fit_of_the_paper(rng, num_steps):
     assert result.report.layers[FIRST].fit["num_rows"] == rows
 
 
-def test_coefficients_in_float64(rng, x64):
+def test_coefficients_of_a_float64_model_are_float64(rng, x64):
     model = Model((SPEC,), attention_settings=flax.core.FrozenDict(param_dtype=jnp.float64))
     variables = jax.tree.map(lambda p: p.astype(jnp.float64), variables_of(model, rng))
     batches = [x.astype(jnp.float64) for x in data(rng)]
@@ -412,7 +412,7 @@ def test_coefficients_follow_closures_masks_and_spec(rng, spec, closures, mask, 
     assert row["column_error" if ends_on_keys else "row_error"] < 1e-5
 
 
-def test_one_coefficient_vector_may_serve_every_layer(rng):
+def test_all_layers_can_share_one_coefficient_vector(rng):
     batches = data(rng)
     shared = compile_model(batches, coefficients="shared")
     chex.assert_trees_all_equal(coefficients(shared), coefficients(shared, SECOND))
@@ -452,7 +452,7 @@ def test_padding_does_not_change_the_fit_or_the_report(rng):
             assert found.fit["num_rows"] == wanted.fit["num_rows"]
 
 
-def test_dropout_is_off_while_calibrating(rng):
+def test_dropout_is_off_during_calibration(rng):
     batches = data(rng)
     dropping, (plain, variables) = Model(rate=0.5), teacher()
     out = jax.jit(lambda key: dropping.apply(variables, batches[0], rngs={"dropout": key}))
@@ -471,7 +471,7 @@ def test_dropout_is_off_while_calibrating(rng):
                                 results[0].states)  # fmt: skip
 
 
-def test_a_seed_gives_one_answer(rng):
+def test_a_seed_always_gives_the_same_fit(rng):
     batches = data(rng)
     first, again, other = (compile_model(batches, seed=seed) for seed in (5, 5, 6))
     chex.assert_trees_all_equal(first.states, again.states)
@@ -479,7 +479,7 @@ def test_a_seed_gives_one_answer(rng):
     assert jnp.abs(directions(first) - directions(other)).max() > 1e-2
 
 
-def test_sums_of_parts_give_the_fit_of_the_whole(rng):
+def test_adding_up_sums_of_parts_gives_the_fit_of_all_batches(rng):
     """Two batches, one of twice the size, and that one spread over two devices."""
     parts = data(rng, 2)
     whole = jnp.concatenate(parts)
@@ -508,7 +508,7 @@ def test_batches_of_several_lengths_are_pooled(rng):
 # ------------------------------------------------------------------------------- the given teacher
 
 
-def test_compiling_leaves_the_variables_as_they_were(rng):
+def test_compiling_does_not_change_the_variables(rng):
     batches, (model, variables) = data(rng), teacher()
     before = jax.tree.map(jnp.array, variables)
     result = compile_model(batches, model, variables)
@@ -521,14 +521,14 @@ def test_compiling_leaves_the_variables_as_they_were(rng):
     assert jnp.abs(outs[0] - outs[1]).max() > 1e-3
 
 
-def test_compiled_variables_compile_again_from_their_teacher(rng):
+def test_compiling_compiled_variables_gives_the_same_states(rng):
     batches, model = data(rng), teacher()[0]
     first = compile_model(batches)
     again = compile_model(batches, model, flax.core.freeze(first.variables))
     chex.assert_trees_all_equal(again.states, first.states)
 
 
-def test_other_collections_are_kept(rng):
+def test_compiling_keeps_other_collections(rng):
     class Normed(nn.Module):
         @nn.compact
         def __call__(self, x, train=False):
@@ -550,7 +550,7 @@ def test_other_collections_are_kept(rng):
     assert jnp.abs(coefficients(running, path) - coefficients(training, path)).max() > 1e-3
 
 
-def test_calibration_by_hand_is_compile(rng):
+def test_calibration_batch_by_batch_equals_compile(rng):
     batches, (model, variables) = data(rng), teacher()
     calibration = aj.linen.Calibration(model, aj.Options(fit=PAPER))
     for batch in (batches[0], batches[2]):
@@ -570,7 +570,7 @@ def test_calibration_by_hand_is_compile(rng):
     [(1, 0.2, 1, 0), (2, 0.2, 1, 1), (5, 0.2, 4, 1), (10, 0.2, 8, 2), (4, 0.5, 2, 2), (3, 0, 3, 0),
      (1, 0.9, 1, 0), (2, 0.9, 1, 1)],
 )  # fmt: skip
-def test_the_share_of_batches_that_is_held_out(rng, batches, holdout, fit, held_out):
+def test_holdout_sets_how_many_batches_are_held_out(rng, batches, holdout, fit, held_out):
     model, variables = teacher((SPEC,))
     result = compile_model(data(rng, batches), model, variables, holdout=holdout)
     report = result.report
@@ -582,7 +582,7 @@ def test_the_share_of_batches_that_is_held_out(rng, batches, holdout, fit, held_
     assert ("held-out" if held_out else "IN-SAMPLE") in str(report)
 
 
-def test_held_out_batches_do_not_touch_the_fit(rng):
+def test_held_out_batches_do_not_change_the_fit(rng):
     batches = data(rng)
     first = compile_model(batches)
     batches[1] = 2 * batches[1]
@@ -592,7 +592,7 @@ def test_held_out_batches_do_not_touch_the_fit(rng):
     assert figures(first) != figures(second)
 
 
-def test_figures_are_the_metrics_on_the_held_out_batch(rng):
+def test_report_figures_are_the_metrics_on_the_held_out_batch(rng):
     batches, (model, variables) = data(rng), teacher()
     mask = problems.token_padding([LENGTH, 4, 5], LENGTH)
     result = compile_model([{"x": x, "mask": mask} for x in batches])
@@ -639,7 +639,7 @@ def test_the_report_prints_as_a_table(rng):
 
 
 @pytest.mark.parametrize("fit", [PAPER, "moments"], ids=["paper", "moments"])
-def test_compiled_variables_can_be_trained_on(rng, fit):
+def test_compiled_variables_can_be_trained_further(rng, fit):
     model, variables = teacher()
     x = data(rng, 1)[0]
     compiled = aj.linen.compile(model, variables, data(rng), fit=fit).variables

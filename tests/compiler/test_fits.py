@@ -88,14 +88,14 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 @pytest.mark.parametrize(("name", "kind"), MOVED)
-def test_a_setting_of_a_fit_given_to_a_compile_names_its_place(entry, name, kind):
+def test_a_fit_setting_passed_to_compile_is_an_error_that_says_where_it_belongs(entry, name, kind):
     message = rf"^{name} is a setting of a fit now: compile\(\.\.\., fit={kind}\({name}=\.\.\.\)\)$"
     with pytest.raises(TypeError, match=message):
         entry(**{name: 1})
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_a_recipe_is_called_a_fit(entry):
+def test_the_old_keyword_recipe_is_an_error_that_names_fit(entry):
     with pytest.raises(
         TypeError, match=r"^recipe is called fit now: compile\(\.\.\., fit='auto'\)"
     ):
@@ -127,7 +127,7 @@ def test_signatures_show_ten_arguments_at_most(function):
         (aj.PaperFit(token_bias=True), "none", "goes with baseline='none' and token_bias=False"),
     ],
 )
-def test_closures_that_do_not_go_with_the_fit_are_refused(fit, closures, message):
+def test_closures_that_the_fit_does_not_support_are_refused(fit, closures, message):
     with pytest.raises(ValueError, match=message):
         aj.Options(fit=fit, closures=closures)
 
@@ -142,7 +142,7 @@ def test_fits_are_frozen_and_hashable(fit):
 # ---------------------------------------------------------------------------- one way of predicting
 
 
-def test_default_closures_are_at_most_what_the_teacher_has_and_the_report_says_so(rng):
+def test_default_closures_are_limited_by_the_teacher_and_the_report_says_so(rng):
     model = Model((aj.SinkhornSpec(2), SPEC))
     result = compile_fit(data(rng), "moments", model, variables_of(model, rng))
     assert [state.closures for state in result.states.values()] == [1, 2]
@@ -156,7 +156,7 @@ def test_default_closures_are_at_most_what_the_teacher_has_and_the_report_says_s
 
 
 @pytest.mark.parametrize("candidate", SMALL, ids=lambda candidate: candidate.name)
-def test_a_candidate_alone_is_fitted_as_the_automatic_choice_fits_it(rng, candidate):
+def test_a_single_candidate_is_fitted_as_in_the_automatic_fit(rng, candidate):
     """On the same records, whether it holds them or adds up sums."""
     batches = data(rng, 4)
     alone = compile_fit(batches, candidate, holdout=0.0)
@@ -166,7 +166,7 @@ def test_a_candidate_alone_is_fitted_as_the_automatic_choice_fits_it(rng, candid
 
 
 @pytest.mark.parametrize("candidate", SMALL, ids=lambda candidate: candidate.name)
-def test_one_stage_holds_sums_whose_size_does_not_grow(rng, candidate):
+def test_a_fit_with_one_stage_stores_only_sums_of_constant_size(rng, candidate):
     model, variables = teacher()
     calibration = aj.linen.Calibration(model, aj.Options(fit=candidate))
     sizes = []
@@ -180,7 +180,7 @@ def test_one_stage_holds_sums_whose_size_does_not_grow(rng, candidate):
 
 
 @pytest.mark.parametrize("fit", ["moments", PAPER], ids=["moments", "paper"])
-def test_sums_of_two_processes_give_the_fit_of_all_batches(rng, fit):
+def test_adding_up_sums_of_two_processes_gives_the_fit_of_all_batches(rng, fit):
     batches, (model, variables) = data(rng, 2), teacher()
     parts = [aj.linen.Calibration(model, aj.Options(fit=fit)) for _ in batches]
     for calibration, batch in zip(parts, batches, strict=True):
@@ -204,7 +204,7 @@ def test_sums_of_two_processes_give_the_fit_of_all_batches(rng, fit):
     "fit", ["codebook", "auto", aj.PaperFit(objective="kl", num_slices=3)],
     ids=["codebook", "auto", "kl"],
 )  # fmt: skip
-def test_fits_that_hold_activations_do_not_add_up_over_processes(rng, fit):
+def test_fits_that_store_activations_refuse_several_processes(rng, fit):
     model, variables = teacher()
     calibration = aj.linen.Calibration(model, aj.Options(fit=fit))
     with pytest.raises(ValueError, match="every process needs at least one"):
@@ -215,7 +215,7 @@ def test_fits_that_hold_activations_do_not_add_up_over_processes(rng, fit):
 
 
 @pytest.mark.parametrize("fit", ["moments", "codebook", "auto", PAPER], ids=str)
-def test_every_fit_names_the_layer_and_batch_of_bad_data(rng, fit):
+def test_errors_about_bad_data_name_layer_and_batch_for_every_fit(rng, fit):
     (x,) = data(rng, 1)
     with pytest.raises(ValueError, match=rf"batch 0\b.*not finite.*'{FIRST}'"):
         compile_fit([x.at[0, 0, 0].set(np.nan)], fit)

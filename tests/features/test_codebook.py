@@ -51,7 +51,7 @@ def test_features_are_the_bounds_of_the_transform(rng, dtype, settings):
     np.testing.assert_allclose(x, expected(family, q, k, **settings), atol=tolerance)
 
 
-def test_masked_tokens_count_nowhere_and_features_are_evaluated_at_all(rng, x64):
+def test_masked_tokens_are_left_out_and_all_tokens_get_features(rng, x64):
     q, k = problems.per_head(rng, dtype="float64")
     query_valid, key_valid = rng.random((2, 1, 7)) < 0.6, rng.random((2, 1, 5)) < 0.6
     query_valid[..., :2] = key_valid[..., 1:3] = True
@@ -61,7 +61,7 @@ def test_masked_tokens_count_nowhere_and_features_are_evaluated_at_all(rng, x64)
     np.testing.assert_allclose(x, expected(family, q, k, query_valid, key_valid), atol=1e-11)
 
 
-def test_no_active_token_at_all_is_finite_with_finite_gradients(rng):
+def test_features_and_gradients_are_finite_without_an_active_token(rng):
     q, k = problems.per_head(rng)
     family = family_of(rng, dtype="float32")
     none = lambda q, k: jnp.sum(
@@ -70,7 +70,7 @@ def test_no_active_token_at_all_is_finite_with_finite_gradients(rng):
     chex.assert_tree_all_finite(jax.value_and_grad(none, argnums=(0, 1))(q, k))
 
 
-def test_a_common_offset_keeps_the_float32_digits(rng):
+def test_a_common_offset_does_not_lose_float32_digits(rng):
     """The tokens and the centres move together; nothing else may change."""
     q, k = problems.per_head(rng)
     seed = np.random.default_rng(5)
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_formula(rng, x64):
     np.testing.assert_allclose(exact, measured, rtol=1e-5)
 
 
-def test_a_centre_on_every_token_makes_the_tangents_the_transform(rng, x64):
+def test_tangents_equal_the_transform_if_every_token_is_a_centre(rng, x64):
     """Then the highest tangent touches it, whatever the inner dual is."""
     q, k = problems.per_head(rng, dtype="float64")
     family = family_of(rng).replace(own=q[0])
@@ -147,7 +147,7 @@ def test_more_centres_than_tokens_are_finite(rng, count):
     chex.assert_tree_all_finite(book)
 
 
-def test_k_means_lowers_the_distance_and_repeats_itself(rng):
+def test_k_means_lowers_the_distance_and_is_deterministic(rng):
     tokens = problems.normal(rng, 2, 300, 4)
     valid = jnp.ones((2, 300), bool)
     cost = lambda book: (

@@ -20,7 +20,7 @@ def test_directions_are_unit_rows(kind):
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
-def test_a_seed_names_one_bank(kind):
+def test_a_seed_always_gives_the_same_bank(kind):
     bank = aj.slice_directions(3, 6, 4, kind=kind)
     chex.assert_trees_all_equal(bank, aj.slice_directions(3, 6, 4, kind=kind))
     chex.assert_trees_all_equal(bank, aj.slice_directions(jax.random.key(3), 6, 4, kind=kind))
@@ -40,7 +40,7 @@ def test_gaussian_banks_cover_the_sphere_evenly():
     np.testing.assert_allclose(bank.T @ bank / len(bank), np.eye(3) / 3, atol=0.03)
 
 
-def test_axes_come_in_turn():
+def test_axis_directions_repeat_in_order():
     np.testing.assert_array_equal(
         aj.slice_directions(0, 5, 3, kind="axes"), np.eye(3)[[0, 1, 2, 0, 1]]
     )

@@ -24,7 +24,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("features", "width"), CHOICES.values(), ids=CHOICES)
-def test_families_compile_and_come_back_from_a_file(rng, tmp_path, features, width):
+def test_families_compile_and_can_be_saved_and_loaded(rng, tmp_path, features, width):
     batches, (model, variables) = data(rng), teacher()
     result = compile_model(batches, features=features, coefficients="per_head", token_bias=True)
     predictor = result.states[FIRST].predictor
@@ -37,7 +37,7 @@ def test_families_compile_and_come_back_from_a_file(rng, tmp_path, features, wid
     )
 
 
-def test_moments_predict_better_than_as_many_slices(rng):
+def test_moments_predict_better_than_the_same_number_of_slices(rng):
     batches = data(rng, 6, batch=16)
     error = lambda **settings: (
         compile_model(batches, closures=2, **settings)
@@ -62,7 +62,7 @@ class Constant:
         return x - x.mean(-2, keepdims=True)
 
 
-def test_a_new_family_touches_no_other_file(rng, tmp_path):
+def test_a_family_registered_in_a_test_compiles_and_loads(rng, tmp_path):
     register("constant")(Constant)
     try:
         result = compile_model(data(rng), features=(Constant(),))
@@ -79,7 +79,7 @@ def test_a_new_family_touches_no_other_file(rng, tmp_path):
     {"weighting": "newton"}, {"rows": "some"}, {"ridge_scale": "none"}, {"damping": 0.0},
     {"damping": 1.5}, {"objective": "kl", "rows": "all"}, {"padding": "left"},
 ], ids=str)  # fmt: skip
-def test_settings_of_the_fit_that_do_not_go_together_are_refused(settings):
+def test_settings_of_a_fit_that_contradict_each_other_are_refused(settings):
     with pytest.raises(ValueError, match="|".join(settings)):
         aj.Options(**paper(**settings))
 
@@ -88,7 +88,7 @@ def test_settings_of_the_fit_that_do_not_go_together_are_refused(settings):
     {"rows": "all", "closures": 1}, {"ridge_scale": "diagonal", "ridge": 0.3},
     {"weighting": "gauss_newton", "closures": 1, "damping": 0.5},
 ], ids=str)  # fmt: skip
-def test_settings_of_the_fit_reach_it(rng, settings):
+def test_settings_of_a_fit_change_its_coefficients(rng, settings):
     batches = [{"x": x, "mask": np.arange(6).reshape(1, 1, 1, 6) < 4} for x in data(rng)]
     closures = settings.get("closures", 2)
     plain = compile_model(batches, closures=closures, features="moments")

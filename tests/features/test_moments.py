@@ -52,14 +52,14 @@ def test_features_are_the_moments_of_both_sides(rng, dtype, scale):
     np.testing.assert_allclose(x, expected(q, k, scale=scale), rtol=tolerance, atol=tolerance)
 
 
-def test_without_the_absolute_features_the_others_stay(rng):
+def test_leaving_out_absolute_features_does_not_change_the_others(rng):
     q, k = problems.per_head(rng)
     x = features(SHAPED, q, k)
     assert x.shape[-1] == SHAPED.num_features(4) == 10
     chex.assert_trees_all_close(x, features(FAMILY, q, k)[..., :10], atol=1e-6)
 
 
-def test_moments_are_of_active_tokens_and_are_evaluated_at_all(rng, x64):
+def test_moments_use_active_tokens_and_give_features_of_all_tokens(rng, x64):
     q, k = problems.per_head(rng, dtype="float64")
     query_valid, key_valid = validities(rng)
     x = features(FAMILY, q, k, jnp.asarray(query_valid), jnp.asarray(key_valid))
@@ -68,7 +68,7 @@ def test_moments_are_of_active_tokens_and_are_evaluated_at_all(rng, x64):
     assert np.abs(loop[:, 0][~query_valid[:, 0]]).max() > 0.1
 
 
-def test_what_sits_in_masked_slots_reaches_no_active_token(rng):
+def test_values_of_masked_tokens_do_not_change_active_tokens(rng):
     q, k = problems.per_head(rng)
     query_valid, key_valid = map(jnp.asarray, validities(rng))
     spoil = lambda x, valid: jnp.where(valid[..., None], x, jnp.nan)
@@ -78,7 +78,7 @@ def test_what_sits_in_masked_slots_reaches_no_active_token(rng):
     chex.assert_trees_all_equal(keep(spoilt), keep(clean))
 
 
-def test_no_active_token_at_all_is_finite(rng):
+def test_features_are_finite_without_an_active_token(rng):
     q, k = problems.per_head(rng)
     chex.assert_tree_all_finite(features(FAMILY, q, k, jnp.zeros(7, bool), jnp.zeros(5, bool)))
 
@@ -119,7 +119,7 @@ def test_the_folded_forms_equal_the_features(rng, dtype, family, per_head, maske
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_families_are_concatenated_on_either_side(rng, x64, side):
+def test_families_are_concatenated_on_both_sides(rng, x64, side):
     """Folded moments beside sliced potentials."""
     q, k = problems.per_head(rng, dtype="float64")
     bank = aj.slice_directions(0, 6, 4)
@@ -144,7 +144,7 @@ def test_families_are_concatenated_on_either_side(rng, x64, side):
     np.testing.assert_allclose(aj.predict(predictor, q, k), loop, atol=1e-6)
 
 
-def test_coefficients_of_another_number_are_refused(rng):
+def test_a_wrong_number_of_coefficients_is_refused(rng):
     q, k = problems.per_head(rng)
     with pytest.raises(ValueError, match=r"coefficients of shape \(11,\).*\(2, 3, 7, 12\)"):
         aj.predict(aj.Predictor((FAMILY,), coefficients=jnp.ones(11)), q, k)

@@ -92,7 +92,7 @@ def test_a_peer_library_finds_the_same_optimum(rng):
 
 @pytest.mark.parametrize("outside", ["extend", "zero"])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (9, 5)])
-def test_masked_tokens_are_off_the_support(rng, dtype, queries, keys, outside):
+def test_masked_tokens_are_not_in_the_support(rng, dtype, queries, keys, outside):
     q, k = problems.per_head(rng, dtype=dtype, queries=queries, keys=keys)
     query_valid, key_valid = rng.random((2, 3, queries)) < 0.6, rng.random((2, 3, keys)) < 0.6
     query_valid[0, 0] = key_valid[0, 1] = False
@@ -116,7 +116,7 @@ def test_masked_tokens_are_off_the_support(rng, dtype, queries, keys, outside):
 
 
 @pytest.mark.parametrize("outside", ["extend", "zero"])
-def test_masked_slots_may_hold_anything(rng, outside):
+def test_values_of_masked_tokens_do_not_matter(rng, outside):
     q, k = problems.per_head(rng, queries=7, keys=7)
     valid = jnp.asarray(np.arange(7) < 5)[None, None]
     settings = {"query_valid": valid, "key_valid": valid, "outside": outside}
@@ -195,7 +195,7 @@ def test_an_offset_of_one_side_adds_its_product(rng, x64):
     chex.assert_trees_all_close(moved_queries, plain + product, atol=1e-6)
 
 
-def test_ties_and_signed_zeros_are_harmless():
+def test_ties_and_signed_zeros_give_the_right_potentials():
     a = jnp.asarray([0.0, -0.0, 1.0, 1.0, 1e-40, -1e-40, 1.0, -2.0], jnp.float32)
     b = jnp.asarray([0.5, 0.5, -0.0, 0.0, 0.5, 2.0, -1e-42, 1.0], jnp.float32)
     f = np.asarray(on_a_line(a, b))
@@ -259,7 +259,7 @@ def test_vmap_over_one_side_equals_a_loop(rng):
     query_valid=hypothesis.extra.numpy.arrays(np.bool_, 6),
     key_valid=hypothesis.extra.numpy.arrays(np.bool_, 4),
 )
-def test_ties_and_any_support_follow_the_loop(a, b, query_valid, key_valid):
+def test_ties_and_any_support_match_the_reference_loop(a, b, query_valid, key_valid):
     with jax.enable_x64(True):
         f = on_a_line(
             jnp.asarray(a),

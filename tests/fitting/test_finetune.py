@@ -37,7 +37,7 @@ def divergence(record, predictor, closures):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_steps", [4, 5])
 @pytest.mark.parametrize("closures", [1, 2, 3])
-def test_the_divergence_is_that_of_the_matrices(rng, x64, num_steps, closures, masked):
+def test_the_divergence_equals_that_of_the_weight_matrices(rng, x64, num_steps, closures, masked):
     spec = aj.SinkhornSpec(num_steps)
     mask = jnp.asarray(problems.key_padding([6, 4], LENGTH)) if masked else None
     record = record_of(rng, spec, mask)
@@ -97,7 +97,7 @@ def test_tuning_lowers_the_divergence_and_is_never_worse(rng, x64, hidden):
 
 
 @pytest.mark.parametrize("hidden", [0, 3])
-def test_tuned_states_compile_and_come_back_from_a_file(rng, tmp_path, hidden):
+def test_tuned_states_compile_and_can_be_saved_and_loaded(rng, tmp_path, hidden):
     batches, (model, variables) = data(rng), teacher()
     wanted = aj.Candidate("tuned", chain=True, tuned=3, hidden=hidden)
     result = compile_auto(batches, candidates=(wanted,))

@@ -154,7 +154,7 @@ def coefficients(rng, num_features=4, dtype="float64"):
 
 @pytest.mark.parametrize(("key_mass", "epsilon"), [("balanced", 0.5), ("unit", 1.0)])
 @pytest.mark.parametrize("kind", MASKS)
-def test_objective_is_the_papers_up_to_a_constant(rng, x64, kind, key_mass, epsilon):
+def test_objective_equals_the_papers_up_to_a_constant(rng, x64, kind, key_mass, epsilon):
     arrays = random_problem(rng)
     settings = dict(epsilon=epsilon, key_mass=key_mass, mask=mask_of(kind, rng, (2, 3, 7, 5)))
     constants = []
@@ -218,7 +218,7 @@ def test_objective_keeps_its_digits_close_to_the_teacher_in_single_precision(rng
     np.testing.assert_allclose(objective(w, x, y, s, shift, ridge=0.0), value, rtol=0.05)
 
 
-def test_objective_takes_coefficients_per_head(rng, x64):
+def test_objective_accepts_coefficients_per_head(rng, x64):
     arrays = random_problem(rng)
     w = problems.normal(rng, 3, 4, dtype="float64")
     ours = objective(w, *arrays, epsilon=0.5, ridge=0.3)
@@ -230,7 +230,7 @@ def test_objective_takes_coefficients_per_head(rng, x64):
 
 
 @pytest.mark.parametrize("kind", ["padded_keys", "padded_tokens"])
-def test_objective_does_not_see_masked_slots(rng, x64, kind):
+def test_objective_does_not_depend_on_masked_slots(rng, x64, kind):
     x, y, s, shift = random_problem(rng)
     mask = mask_of(kind, rng, (2, 3, 7, 5))
     w = coefficients(rng)
@@ -356,7 +356,7 @@ def test_gradient_is_small_next_to_that_of_least_squares(dtype, name, seed):
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_report_of_a_fit_is_true(dtype, name, seed):
+def test_the_report_of_a_fit_is_correct(dtype, name, seed):
     case = fitted(name, seed, dtype.name)
     fit, exact = case.fit, case.exact
     single = dtype == jnp.float32
@@ -377,7 +377,7 @@ def test_the_report_of_a_fit_is_true(dtype, name, seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_fit_is_never_worse_than_least_squares_even_where_that_is_nearly_exact(seed):
+def test_fit_is_never_worse_than_least_squares_even_if_that_is_nearly_exact(seed):
     """Features that hold the target leave the fit nothing but the shrinkage of the ridge."""
     (x, y, s, shift), mask = layer(seed, size=1.0)
     x = x.at[..., 0].set(y)
@@ -432,7 +432,7 @@ CAP = 2
 @pytest.mark.parametrize(
     ("size", "enough"), [(3.0, ()), (0.5, ("float32",))], ids=["sharp", "soft"]
 )
-def test_a_capped_fit_tells_whether_it_converged(dtype, size, enough):
+def test_a_fit_with_a_step_limit_reports_whether_it_converged(dtype, size, enough):
     """Two steps are enough for the soft layer by the tolerance of single precision only."""
     arrays, mask = layer(0, dtype.name, size=size)
     fit = minimise([(arrays, mask)], in_memory=True, max_steps=CAP)
@@ -471,7 +471,7 @@ def test_half_precision_activations_are_fitted_in_single(rng):
     chex.assert_trees_all_equal(fit.coefficients, same.coefficients)
 
 
-def test_settings_may_be_any_real_scalar(x64):
+def test_settings_can_be_any_real_scalar(x64):
     arrays, mask = layer(0)
     expected = aj.fit_kl(*arrays, mask=mask).coefficients
     for one in (np.float32(1), np.float64(1), jnp.ones(())):
@@ -576,7 +576,7 @@ def mixed_parts(dtype="float32", **settings):
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["pooled", "per_head"])
-def test_both_drivers_give_the_same_coefficients(per_head):
+def test_fits_in_and_out_of_memory_give_the_same_coefficients(per_head):
     parts = mixed_parts(size=1.5)
     memory = minimise(parts, in_memory=True, per_head=per_head)
     stream = minimise(parts, in_memory=False, per_head=per_head)
@@ -594,7 +594,7 @@ def test_both_drivers_give_the_same_coefficients(per_head):
         np.testing.assert_allclose(fit.objective, value, rtol=1e-4)
 
 
-def test_the_fit_does_not_depend_on_how_data_are_cut(x64):
+def test_the_fit_does_not_depend_on_how_the_data_are_split_into_batches(x64):
     whole = fitted("plain", 1, "float64").fit
     (x, y, s, shift), mask = layer(1, "float64")
     halves = [
@@ -694,7 +694,7 @@ def test_compiling_fits_the_records_of_the_layer(small, in_memory):
     np.testing.assert_allclose(figures["plan_kl"], plan_kl, rtol=1e-3)
 
 
-def test_compiling_a_float64_model(small, in_memory, x64):
+def test_a_float64_model_compiles(small, in_memory, x64):
     net, variables, batches = small
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), variables)
     wide_batches = [(tokens.astype(jnp.float64), mask) for tokens, mask in batches]
@@ -705,7 +705,7 @@ def test_compiling_a_float64_model(small, in_memory, x64):
     np.testing.assert_allclose(double, single, atol=1e-3)
 
 
-def test_compiling_a_bfloat16_model(small, in_memory):
+def test_a_bfloat16_model_compiles(small, in_memory):
     net, variables, batches = small
     low, figures = compiled(Net(net.spec, "bfloat16"), variables, batches)
     chex.assert_type(low, jnp.float32)
@@ -767,7 +767,7 @@ def test_degenerate_features_give_finite_coefficients(name, ridge):
 
 
 @pytest.mark.parametrize("name", ["all zero", "one short example"])
-def test_degenerate_features_may_be_streamed(name):
+def test_degenerate_features_can_be_streamed(name):
     arrays, mask = degenerate(name)
     fit = minimise([(arrays, mask)], in_memory=False)
     assert np.isfinite(fit.coefficients).all()
@@ -777,7 +777,7 @@ def test_degenerate_features_may_be_streamed(name):
     np.testing.assert_allclose(value, exact.value(memory), rtol=1e-4)
 
 
-def test_compiling_from_one_short_example(small):
+def test_one_short_example_is_enough_to_compile(small):
     """Three tokens for six slices."""
     net, variables, _ = small
     tokens, _ = clusters(np.random.default_rng(5), 1, 3)
@@ -798,7 +798,7 @@ def test_values_that_are_not_finite_are_refused(which, bad):
         aj.fit_kl(*changed, mask=mask)
 
 
-def test_masked_queries_may_hold_anything():
+def test_values_of_masked_queries_do_not_matter():
     arrays, mask = layer(0, kind="padded_tokens")
     clean = aj.fit_kl(*arrays, mask=mask).coefficients
     x, y, s, shift = arrays
@@ -834,7 +834,7 @@ def test_compiling_without_data_is_refused(small, in_memory):
         aj.linen.compile(net, variables, [tokens.at[0, 0, 0].set(jnp.nan)], fit=fit)
 
 
-def test_batches_that_can_be_read_once_are_refused_out_of_memory(small):
+def test_streaming_refuses_batches_that_can_be_read_only_once(small):
     net, variables, batches = small
     fit = aj.PaperFit(objective="kl", in_memory=False)
     for once in ((b for b in batches), iter(batches), map(tuple, batches)):
@@ -842,13 +842,13 @@ def test_batches_that_can_be_read_once_are_refused_out_of_memory(small):
             aj.linen.compile(net, variables, once, fit=fit)
 
 
-def test_batches_that_can_be_read_once_are_enough_in_memory(small, in_memory):
+def test_a_fit_in_memory_accepts_batches_that_can_be_read_only_once(small, in_memory):
     net, variables, batches = small
     once, _ = compiled(net, variables, (b for b in batches))
     chex.assert_trees_all_equal(once, in_memory["pooled"][0])
 
 
-def test_data_that_are_gone_on_the_second_pass_are_an_error():
+def test_data_that_are_missing_on_the_second_pass_are_an_error():
     parts = [layer(0)]
     blocks = (blocks_of(*part) for part in parts)
     with pytest.raises(ValueError, match="re-iterable"):
@@ -866,7 +866,7 @@ def test_data_that_are_gone_on_the_second_pass_are_an_error():
         ({"mask": np.ones((4, 16), bool)}, ValueError, "mask"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(changes, error, part):
+def test_invalid_settings_are_refused(changes, error, part):
     arrays, _ = layer(0)
     with pytest.raises(error, match=part):
         aj.fit_kl(*arrays, **changes)

@@ -137,7 +137,7 @@ def test_the_value_never_increases(dtype, function, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("function", [quadratic, logistic])
-def test_every_accepted_step_is_progress(dtype, function, seed):
+def test_every_accepted_step_lowers_the_value_or_the_gradient(dtype, function, seed):
     make = random_quadratic if function is quadratic else random_logistic
     data = make(seed, 1.0, dtype)
     for old, new in accepted(search(function, jnp.zeros(SIZE, dtype), *data)):
@@ -147,7 +147,7 @@ def test_every_accepted_step_is_progress(dtype, function, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("function", [quadratic, logistic])
-def test_the_search_ends_where_rounding_hides_all_progress(dtype, function, seed):
+def test_the_search_ends_when_rounding_hides_all_progress(dtype, function, seed):
     make = random_quadratic if function is quadratic else random_logistic
     data = make(seed, 1.0, dtype)
     found = search(function, jnp.zeros(SIZE, dtype), *data, max_steps=400)[-1]
@@ -262,7 +262,7 @@ def test_the_search_gives_up_when_every_trial_is_rejected(dtype):
     assert int(state.num_steps) == 0
 
 
-def test_a_domain_with_an_edge_is_searched_inside(x64):
+def test_the_search_stays_inside_a_bounded_domain(x64):
     """The first full step leaves the domain, where the logarithm is not a number."""
     slope = jnp.asarray([3.0, 1.0, 0.5, 8.0, 2.0])
     x = jnp.asarray([0.05, 0.4, 3.0, 0.01, 0.5])
@@ -274,7 +274,7 @@ def test_a_domain_with_an_edge_is_searched_inside(x64):
 
 
 @pytest.mark.parametrize("max_steps", [1, 2, 5])
-def test_the_cap_counts_accepted_steps(x64, max_steps):
+def test_the_step_limit_counts_accepted_steps(x64, max_steps):
     data = random_quadratic(0, 3.0)
     states = search(quadratic, jnp.ones(SIZE), *data, max_steps=max_steps)
     assert reason(states[-1]) == "cap"

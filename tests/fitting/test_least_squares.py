@@ -21,7 +21,7 @@ def regression(rng, *, dtype="float32", lead=(2, 3), rows=20, num_features=5, no
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.0, 5.0])
-def test_fit_is_the_closed_form(rng, dtype, ridge):
+def test_fit_equals_the_closed_form(rng, dtype, ridge):
     x, y, _ = regression(rng, dtype=dtype)
     fit = aj.fit_ls(x, y, ridge=ridge)
     chex.assert_shape(fit.coefficients, (5,))
@@ -39,7 +39,7 @@ def test_fit_is_stationary(rng, x64):
     chex.assert_trees_all_close(gradient, -0.7 * w, atol=1e-10)
 
 
-def test_rows_that_are_not_valid_are_dropped_whatever_they_hold(rng):
+def test_invalid_rows_are_dropped_whatever_their_values(rng):
     x, y, _ = regression(rng)
     valid = rng.random((2, 3, 20)) < 0.6
     expected = reference.ridge_fit(x, y, ridge=1e-3, valid=valid)
@@ -85,7 +85,7 @@ def test_sums_merge_across_devices(rng):
     chex.assert_trees_all_close(fit.coefficients, aj.fit_ls(x, y).coefficients, atol=1e-5)
 
 
-def test_heads_may_be_fitted_apart_or_pooled(rng, x64):
+def test_heads_can_be_fitted_separately_or_pooled(rng, x64):
     x, y, _ = regression(rng, dtype="float64")
     equations = aj.NormalEquations.zero(5, num_heads=3, dtype=jnp.float64).add(x, y)
     apart = equations.solve(1e-3).coefficients
@@ -114,12 +114,12 @@ def test_fewer_rows_than_features_without_ridge_interpolates(rng, x64):
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-3])
-def test_features_of_zero_give_zero(ridge):
+def test_features_that_are_zero_get_zero_coefficients(ridge):
     fit = aj.fit_ls(jnp.zeros((6, 3)), jnp.ones(6), ridge=ridge)
     chex.assert_trees_all_equal(fit.coefficients, jnp.zeros(3))
 
 
-def test_features_of_different_size_are_solved(rng):
+def test_features_of_very_different_size_are_fitted_accurately(rng):
     x, y, _ = regression(rng, lead=(), rows=200, num_features=4)
     x = x * jnp.asarray([0.1, 1.0, 3.0, 30.0])[None]
     w = np.asarray(aj.fit_ls(x, y, ridge=0.0).coefficients, np.float64)
@@ -151,7 +151,7 @@ def test_no_usable_data_is_flagged_and_finite_under_a_trace(rng):
         chex.assert_trees_all_equal(bad.coefficients, jnp.zeros(5))
 
 
-def test_ridge_may_be_any_real_scalar_and_promotes_nothing(rng, x64):
+def test_ridge_can_be_any_real_scalar_and_changes_no_dtype(rng, x64):
     x, y, _ = regression(rng)
     expected = aj.fit_ls(x, y, ridge=0.5).coefficients
     chex.assert_type(expected, jnp.float32)
@@ -172,7 +172,7 @@ def test_half_precision_rows_are_summed_in_float32(rng):
     assert error / np.linalg.norm(expected) < 1e-4
 
 
-def test_share_explained_is_reported(rng, x64):
+def test_the_explained_share_of_variance_is_reported(rng, x64):
     x, y, _ = regression(rng, dtype="float64")
     fit = aj.fit_ls(x, y, ridge=0.0)
     residual = x @ fit.coefficients - y
@@ -196,7 +196,7 @@ def test_a_scaled_ridge_grows_with_the_gram(rng, x64, ridge_scale):
     chex.assert_trees_all_close(twice.coefficients, fit.coefficients, rtol=1e-10)
 
 
-def test_a_diagonal_ridge_does_not_mind_the_size_of_a_feature(rng, x64):
+def test_a_diagonal_ridge_does_not_depend_on_the_size_of_a_feature(rng, x64):
     x, y, _ = regression(rng, dtype="float64")
     size = jnp.asarray([1.0, 1e3, 1e-3, 1.0, 0.0]).reshape(1, 1, 1, 5)
     solve = lambda x: aj.NormalEquations.zero(5, dtype=jnp.float64).add(x, y).solve(0.2, "diagonal")
@@ -210,7 +210,7 @@ def test_an_unknown_ridge_scale_is_refused():
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_weighted_rows_are_those_of_the_quadratic_form(rng, x64, per_head):
+def test_weighted_rows_give_the_sums_of_the_quadratic_form(rng, x64, per_head):
     x, y, _ = regression(rng, dtype="float64")
     valid = rng.random((2, 3, 20)) < 0.7
     root = rng.normal(size=(2, 3, 20, 20))

@@ -48,7 +48,7 @@ def by_hand(record, spec, before_end, mask):
 
 @pytest.mark.parametrize("num_steps", [4, 5])
 @pytest.mark.parametrize("rows", ["active", "all"])
-def test_rows_are_active_tokens_or_all_of_the_closures(rng, x64, num_steps, rows):
+def test_rows_are_active_tokens_or_all_tokens_in_the_closures(rng, x64, num_steps, rows):
     """Under a key-only mask padded queries take part in the closures; padded keys never do."""
     spec = aj.SinkhornSpec(num_steps)
     mask = problems.key_padding(LENGTHS, LENGTH)
@@ -64,7 +64,7 @@ def test_rows_are_active_tokens_or_all_of_the_closures(rng, x64, num_steps, rows
 
 @pytest.mark.parametrize("num_steps", [4, 5])
 @pytest.mark.parametrize("damping", [0.25, 1.0])
-def test_weighted_rows_carry_the_curvature_of_one_closure(rng, x64, num_steps, damping):
+def test_weighted_rows_use_the_curvature_of_one_closure(rng, x64, num_steps, damping):
     spec = aj.SinkhornSpec(num_steps)
     mask = problems.token_padding(LENGTHS, LENGTH)
     record = record_of(rng, spec, jnp.asarray(mask))

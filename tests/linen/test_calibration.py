@@ -78,7 +78,7 @@ WAYS = {
 
 @pytest.mark.parametrize("mutable", [False, "batch_stats", ["batch_stats"], True], ids=str)
 @pytest.mark.parametrize(("model", "method"), WAYS.values(), ids=WAYS)
-def test_layers_record_however_the_model_is_called(rng, model, method, mutable):
+def test_layers_record_for_every_way_of_calling_the_model(rng, model, method, mutable):
     batches = data(rng)
     variables = variables_of(model, rng)
     settings = {} if method is None else {"method": method}
@@ -103,7 +103,7 @@ def test_layers_record_however_the_model_is_called(rng, model, method, mutable):
 
 
 @pytest.mark.parametrize("transform", [nn.remat, nn.jit], ids=["remat", "jit"])
-def test_a_whole_model_may_be_transformed(rng, transform):
+def test_a_transformed_model_compiles(rng, transform):
     """A forward must then return the records itself, and an error says so."""
     batches, model = data(rng), transform(Model)((SPEC,))
     variables = variables_of(model, rng)
@@ -124,7 +124,7 @@ def test_a_bound_model_records(rng):
     chex.assert_trees_all_equal(result.states, expected.states)
 
 
-def test_an_error_in_forward_leaves_nothing_behind(rng):
+def test_an_error_in_forward_leaves_no_recording_state(rng):
     batches, (model, variables) = data(rng), teacher()
 
     class Failing(nn.Module):
@@ -143,7 +143,7 @@ def test_an_error_in_forward_leaves_nothing_behind(rng):
     assert "asap_capture" not in state
 
 
-def test_threads_train_while_others_calibrate(rng):
+def test_threads_can_train_while_other_threads_calibrate(rng):
     """Plain calls of other threads never record, and every calibration gets its own records."""
     (x,), (model, variables) = data(rng, 1), teacher()
     apply = nn.Module.apply
@@ -189,7 +189,7 @@ def test_threads_train_while_others_calibrate(rng):
 # ------------------------------------------------------------------------------ under transforms
 
 
-def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng):
+def test_a_scanned_stack_compiles_to_the_states_of_its_unrolled_layers(rng):
     stack, stack_variables, loop, loop_variables = stacked(rng, "scan")
     batches = data(rng)
     together = compile_model(stack, stack_variables, batches)
@@ -220,7 +220,7 @@ def test_layers_inside_lifted_transforms_compile(rng, block):
     chex.assert_trees_all_close(result.states, expected.states, rtol=1e-4, atol=1e-5)
 
 
-def test_a_jitted_layer_compiles_again(rng):
+def test_compiling_twice_with_a_jitted_layer_gives_the_same_states(rng):
     """The second time its trace comes from a cache."""
     batches = data(rng)
     model = Loop(nn.jit(Block), depth=1)
@@ -254,7 +254,7 @@ class SharedLayer(nn.Module):
 
 
 @pytest.mark.parametrize("model", [SharedAttribute(), SharedLayer()], ids=["instance", "layer"])
-def test_sharing_one_instance_is_an_error_with_the_remedy(rng, model):
+def test_sharing_one_instance_is_an_error_that_names_the_remedy(rng, model):
     batches = data(rng)
     variables = initial(rng, model)
     model.apply(variables, batches[0])
@@ -267,7 +267,7 @@ def test_sharing_one_instance_is_an_error_with_the_remedy(rng, model):
 @pytest.mark.parametrize("axes", [{}, {"asap": 0}, {"asap_capture": 0}], ids=str)
 @pytest.mark.parametrize("make", [Scan, functools.partial(Scan, outside=1), Ensemble],
                          ids=["scan", "scan after a plain layer", "vmap"])  # fmt: skip
-def test_a_transform_that_drops_a_collection_is_an_error_with_the_remedy(rng, make, axes):
+def test_a_transform_that_drops_a_collection_is_an_error_that_names_the_remedy(rng, make, axes):
     batches = data(rng)
     model = make(axes=tuple(axes.items()))
     variables = initial(rng, model)
@@ -276,7 +276,7 @@ def test_a_transform_that_drops_a_collection_is_an_error_with_the_remedy(rng, ma
     assert "'layers/SinkhornAttention_0'" in str(error.value)
 
 
-def test_naming_both_collections_compiles(rng):
+def test_a_transform_that_names_both_collections_compiles(rng):
     batches = data(rng)
     model = Scan(outside=1)
     variables = initial(rng, model)
@@ -302,7 +302,7 @@ def test_a_record_scanned_over_another_axis_is_an_error(rng):
         compile_model(model, variables, batches)
 
 
-def test_mapping_one_layer_over_examples_is_an_error_with_the_remedy(rng):
+def test_mapping_one_layer_over_examples_is_an_error_that_names_the_remedy(rng):
     """Records then have an axis of examples, which is no axis of layers."""
 
     class OverExamples(nn.Module):

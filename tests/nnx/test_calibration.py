@@ -26,7 +26,7 @@ from nnx_models import (
 import asap_jax as aj
 
 
-def test_a_stack_compiles_to_the_states_of_its_layers_unrolled(rng):
+def test_a_scanned_stack_compiles_to_the_states_of_its_unrolled_layers(rng):
     stack, loop = stacked(rng, "scan")
     batches = data(rng)
     together, single = compile_model(stack, batches), compile_model(loop, batches)
@@ -65,7 +65,7 @@ class WithSequential(nnx.Module):
         return x + self.mlp(x)
 
 
-def test_a_scanned_block_may_hold_a_sequential(rng):
+def test_a_scanned_block_with_a_sequential_compiles(rng):
     class Blocks(nnx.Module):
         def __init__(self):
             self.layers = nnx.List([WithSequential(i) for i in range(DEPTH)])
@@ -77,7 +77,7 @@ def test_a_scanned_block_may_hold_a_sequential(rng):
     chex.assert_tree_all_finite(state)
 
 
-def test_a_jitted_forward_compiles_again(rng):
+def test_compiling_twice_with_a_jitted_forward_gives_the_same_states(rng):
     """The second time its trace comes from a cache."""
     batches = data(rng)
     model = attention()
@@ -92,7 +92,7 @@ def test_a_jitted_forward_compiles_again(rng):
 # -------------------------------------------------------------------------------- the given model
 
 
-def test_compiling_leaves_the_model_as_it_was(rng):
+def test_compiling_does_not_change_the_model(rng):
     batches = data(rng)
     model = Loop(dropout_rate=0.5)
     model.train()
@@ -106,7 +106,7 @@ def test_compiling_leaves_the_model_as_it_was(rng):
     assert all(layer.attention.attention_fn.asap is None for layer in model.layers)
 
 
-def test_a_compiled_model_compiles_again_from_its_teacher(rng):
+def test_compiling_a_compiled_model_gives_the_same_states(rng):
     batches = data(rng)
     first = compile_model(Loop(), batches)
     again = compile_model(first.model, batches)
@@ -127,7 +127,7 @@ class Dropping(nnx.Module):
 
 
 @pytest.mark.parametrize("argument", [None, False], ids=["by default", "by argument"])
-def test_dropout_is_off_while_calibrating(rng, argument):
+def test_dropout_is_off_during_calibration(rng, argument):
     batches = data(rng)
     model = Dropping(deterministic=argument)
     first = compile_model(model, batches)
@@ -148,7 +148,7 @@ class Configured(nnx.Module):
         return self.attention(x, **self.settings)
 
 
-def test_a_model_may_hold_plain_containers(rng):
+def test_a_model_with_plain_containers_compiles(rng):
     batches = data(rng)
     states = compile_model(Configured(), batches).states
     expected = compile_model(attention(), batches).states
@@ -168,7 +168,7 @@ class Counting(nnx.Module):
         return self.attention(self.norm(x))
 
 
-def test_other_variables_of_the_model_are_kept(rng):
+def test_compiling_keeps_other_variables_of_the_model(rng):
     batches = data(rng)
     model = Counting()
     model(batches[0])
@@ -189,14 +189,14 @@ def test_a_compiled_model_trains_only_its_parameters(rng):
     assert jnp.abs(grads["query"]["kernel"].get_value()).max() > 0
 
 
-def test_other_objects_than_models_are_refused(rng):
+def test_objects_that_are_not_models_are_refused(rng):
     with pytest.raises(TypeError, match=r"model must be an nnx\.Module, got function"):
         aj.nnx.compile(lambda x: x, data(rng))
     with pytest.raises(ValueError, match="no SinkhornAttention layer ran"):
         aj.nnx.compile(nnx.Linear(FEATURES, FEATURES, rngs=nnx.Rngs(0)), data(rng))
 
 
-def test_layers_are_addressed_by_their_paths(rng):
+def test_layers_are_selected_by_their_paths(rng):
     batches = data(rng)
     path = "layers/1/attention/attention_fn"
     result = compile_model(Loop(), batches, layers=[path])
@@ -234,7 +234,7 @@ class SharedLayer(nnx.Module):
 
 
 @pytest.mark.parametrize("model", [SharedInstance, SharedLayer])
-def test_sharing_one_instance_is_an_error_with_the_remedy(rng, model):
+def test_sharing_one_instance_is_an_error_that_names_the_remedy(rng, model):
     batches = data(rng)
     model = model()
     model(batches[0])
@@ -246,7 +246,7 @@ def test_sharing_one_instance_is_an_error_with_the_remedy(rng, model):
 @pytest.mark.parametrize(
     "types", [(), (State,), (Capture,)], ids=["neither", "AsapState", "AsapCapture"]
 )
-def test_a_scan_that_drops_a_variable_type_is_an_error_with_the_remedy(rng, types, outside):
+def test_a_scan_that_drops_a_variable_type_is_an_error_that_names_the_remedy(rng, types, outside):
     axes = nnx.StateAxes({nnx.Param: 0, **dict.fromkeys(types, 0), ...: None})
     model = Scan(Loop(), axes, outside=outside)
     batches = data(rng)
@@ -256,7 +256,7 @@ def test_a_scan_that_drops_a_variable_type_is_an_error_with_the_remedy(rng, type
     assert "layers/attention/attention_fn" in str(error.value)
 
 
-def test_slicing_both_variable_types_compiles(rng):
+def test_a_scan_that_slices_both_variable_types_compiles(rng):
     model = Scan(Loop(), AXES, outside=True)
     result = compile_model(model, data(rng))
     assert list(result.states) == [

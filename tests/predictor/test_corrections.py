@@ -55,7 +55,7 @@ def by_hand(q, k, w, corrections, mask, *, side, num_closures, spec):
 @pytest.mark.parametrize(
     ("num_closures", "count", "num_steps"), [(2, 1, 4), (3, 2, 4), (3, 2, 5), (3, 1, 4)]
 )
-def test_closures_are_corrected_in_turn(rng, x64, num_closures, count, num_steps, masked):
+def test_corrections_follow_the_closures_in_order(rng, x64, num_closures, count, num_steps, masked):
     spec = aj.SinkhornSpec(num_steps)
     query, key, value = problems.attention_inputs(rng, queries=6, keys=6, dtype="float64")
     side = spec.side_before_end(num_closures)

@@ -68,7 +68,7 @@ def test_scale_and_validities_reach_the_features(rng, x64, side):
     np.testing.assert_allclose(dual, loop, rtol=0, atol=1e-12)
 
 
-def test_the_directions_may_have_any_length(rng):
+def test_directions_can_have_any_length(rng):
     q, k = problems.per_head(rng)
     w = problems.normal(rng, 6)
     chex.assert_trees_all_close(

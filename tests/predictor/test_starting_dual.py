@@ -61,7 +61,7 @@ KINDS = ("per head", "slices", "first step", "corrected", "hidden units", "of on
 
 @pytest.mark.parametrize("limit", [36, 108, 216])  # a head, an example, two examples at a time
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_give_the_layer_and_its_gradient(rng, monkeypatch, kind, limit):
+def test_predicting_in_groups_gives_the_same_output_and_gradient(rng, monkeypatch, kind, limit):
     q, k, v = problems.attention_inputs(rng, queries=LENGTH, keys=LENGTH, batch=BATCH)
     mask = jnp.asarray(problems.token_padding([6, 4, 5, 3], LENGTH))
     bias = problems.normal(rng, 1, HEADS, 1, LENGTH)
@@ -85,7 +85,7 @@ def test_parts_give_the_layer_and_its_gradient(rng, monkeypatch, kind, limit):
     chex.assert_trees_all_close(results(), whole, atol=2e-5)
 
 
-def test_heads_of_an_example_are_predicted_together(rng, monkeypatch):
+def test_all_heads_of_an_example_are_predicted_together(rng, monkeypatch):
     q, k, v = problems.attention_inputs(rng, queries=LENGTH, keys=LENGTH, batch=BATCH)
     predictor = predictor_of("of one's own", rng)
     for limit, examples in ((36, 1), (216, 2), (1000, 4)):
@@ -95,7 +95,7 @@ def test_heads_of_an_example_are_predicted_together(rng, monkeypatch):
         assert set(predictor.features[0].seen) == {(examples, HEADS, LENGTH, DIM)}
 
 
-def test_calls_outside_jit_trace_once(rng):
+def test_repeated_calls_outside_jit_trace_once(rng):
     q, k, v = problems.attention_inputs(rng)
     family = Lengths([])
     layer = lambda head, q: aj.asap_attention(
@@ -110,7 +110,7 @@ def test_calls_outside_jit_trace_once(rng):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_predictor_comes_back_as_it_was(rng, kind):
+def test_a_deferred_start_returns_the_same_predictor(rng, kind):
     predictor = predictor_of(kind, rng).replace(statistics={"rows": jnp.ones(2)})
     start = DeferredStart.of(predictor, SPEC, 3)
     hash(jax.tree.structure(start))

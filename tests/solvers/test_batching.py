@@ -26,12 +26,12 @@ from asap_jax.solvers import batching
         ((), 10, 1, ()),
     ],
 )
-def test_how_many_problems_are_done_at_a_time(lead, kernel, limit, expected):
+def test_group_sizes_follow_the_memory_limit(lead, kernel, limit, expected):
     assert batching.group_sizes(lead, kernel, limit) == expected
 
 
 @pytest.mark.parametrize("step", [(1, 1), (1, 3), (2, 1), (2, 2), (4, 6)])
-def test_parts_give_the_whole(rng, step):
+def test_mapping_over_groups_equals_one_call(rng, step):
     x, shared, head = (rng.normal(size=s).astype("f") for s in ((4, 6, 5), (1, 1, 5), (1, 6, 1)))
 
     def function(x, shared, head, nothing):
@@ -43,7 +43,7 @@ def test_parts_give_the_whole(rng, step):
     np.testing.assert_allclose(out, np.cumsum(x * shared, -1) + head, rtol=1e-5)
 
 
-def test_chunked_attention_and_its_gradient_are_those_of_the_whole(rng, monkeypatch):
+def test_attention_in_groups_equals_one_call_with_its_gradient(rng, monkeypatch):
     q, k, v = problems.attention_inputs(rng, queries=6, keys=6, batch=4)
     bias = problems.normal(rng, 1, 3, 6, 6)
     mask = jnp.asarray(problems.random_mask(rng, 4, 1, 1, 6))

@@ -72,7 +72,7 @@ def test_log_target_sets_the_marginal(rng, x64, side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_mask_entries_are_left_out_and_empty_slots_get_zero(rng, dtype, side):
+def test_masked_entries_are_left_out_and_slots_without_entries_get_zero(rng, dtype, side):
     s, dual = problem(rng, side, dtype)
     mask = problems.random_mask(rng, 2, 1, 7, 5)
     mask[0, 0, :, 3] = False
@@ -100,7 +100,7 @@ def test_minus_infinite_scores_act_like_a_mask(rng, side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_masked_entries_may_hold_anything(rng, side):
+def test_values_of_masked_entries_do_not_matter(rng, side):
     s, dual = problem(rng, side)
     mask = problems.random_mask(rng, 2, 3, 7, 5)
     clean = transforms[side](s, dual, mask=jnp.asarray(mask))
@@ -125,7 +125,7 @@ def test_duals_of_masked_slots_do_not_reach_the_weights(rng):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_constant_in_the_dual_moves_the_result_the_other_way(rng, x64, side):
+def test_a_constant_added_to_the_dual_is_subtracted_from_the_result(rng, x64, side):
     s, dual = problem(rng, side, "float64")
     moved = transforms[side](s, dual + 2.5)
     chex.assert_trees_all_close(moved, transforms[side](s, dual) - 2.5, atol=1e-12)

@@ -70,7 +70,7 @@ def test_masks_key_mass_and_epsilon_follow_the_reference(rng, dtype, num_steps, 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 6, 7])
 @pytest.mark.parametrize("masked", [False, True])
-def test_duals_are_the_ones_met_on_the_way(rng, x64, num_steps, masked):
+def test_duals_are_those_of_the_iterations(rng, x64, num_steps, masked):
     s = problems.uniform_scores(rng, *SHAPE, dtype="float64")
     mask = problems.random_mask(rng, *SHAPE) if masked else None
     if masked:
@@ -110,7 +110,7 @@ def test_one_step_is_row_softmax_and_has_no_source_dual(rng, dtype):
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 8, 9])
-def test_the_side_of_the_last_step_is_exact(rng, dtype, num_steps):
+def test_marginals_are_exact_on_the_side_of_the_last_step(rng, dtype, num_steps):
     s = problems.uniform_scores(rng, *SHAPE, dtype=dtype)
     spec = aj.SinkhornSpec(num_steps=num_steps)
     weights = teacher(s, spec)
@@ -121,7 +121,7 @@ def test_the_side_of_the_last_step_is_exact(rng, dtype, num_steps):
         np.testing.assert_allclose(weights.sum(-2), 7 / 5, atol=tolerance)
 
 
-def test_both_marginals_hold_at_a_large_budget(rng, x64):
+def test_both_marginals_are_exact_after_many_steps(rng, x64):
     s = problems.uniform_scores(rng, *SHAPE, dtype="float64", bound=2.0)
     mask = np.ones((2, 1, 7, 5), bool)
     mask[0, :, 5:, :] = False
@@ -134,7 +134,7 @@ def test_both_marginals_hold_at_a_large_budget(rng, x64):
 
 
 @pytest.mark.parametrize("num_steps", [4, 10])
-def test_a_peer_library_agrees_after_as_many_half_steps(rng, num_steps):
+def test_a_peer_library_agrees_at_the_same_number_of_half_steps(rng, num_steps):
     from ott.geometry import geometry
     from ott.problems.linear import linear_problem
     from ott.solvers.linear import sinkhorn
@@ -156,7 +156,7 @@ def test_a_peer_library_agrees_after_as_many_half_steps(rng, num_steps):
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 4, 5])
-def test_gradient_is_the_true_one(rng, x64, num_steps):
+def test_gradient_matches_finite_differences(rng, x64, num_steps):
     s = problems.uniform_scores(rng, *SHAPE, dtype="float64", bound=2.0)
     mask = problems.random_mask(rng, *SHAPE)
     mask[0, 0] = False
@@ -227,7 +227,7 @@ def test_a_constant_on_all_scores_is_cancelled(rng):
 
 @pytest.mark.parametrize("epsilon", [1.0, 1e-1, 1e-2, 1e-3])
 @pytest.mark.parametrize("size", [1.0, 30.0, 300.0, 1000.0])
-def test_small_entropy_and_large_scores_stay_finite_and_closed(rng, epsilon, size):
+def test_marginals_stay_exact_at_small_entropy_and_large_scores(rng, epsilon, size):
     s = problems.normal(rng, *SHAPE, size=size)
     for num_steps in (4, 5):
         spec = aj.SinkhornSpec(num_steps=num_steps, epsilon=epsilon)

@@ -110,7 +110,7 @@ def test_scalings_beyond_the_range_fall_back_to_the_log_domain():
 
 @pytest.mark.parametrize("side", ["query", "key"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_no_entry_goes_beyond_what_the_norms_say(rng, side, masked):
+def test_the_norms_bound_every_entry_of_the_kernel(rng, side, masked):
     for size, fitting in ((0.5, True), (40.0, False)):
         q, k = (problems.normal(rng, 2, 3, n, 4) * size for n in (6, 5))
         bias = problems.normal(rng, 1, 3, 6, 5)
@@ -125,7 +125,7 @@ def test_no_entry_goes_beyond_what_the_norms_say(rng, side, masked):
         assert list(map(bool, fits)) == 2 * [fitting]
 
 
-def test_a_long_scaling_does_not_fit(rng):
+def test_a_start_with_a_wide_range_cannot_be_exponentiated(rng):
     """The exponents of the kernel and of the start add up; tokens without an entry do not count."""
     q, k = (problems.normal(rng, 1, 1, 5, 4) for _ in range(2))
     mask = jnp.ones((1, 1, 5, 5), bool).at[..., 0].set(False)
@@ -138,7 +138,7 @@ def test_a_long_scaling_does_not_fit(rng):
     assert not fits([0.0, 0.0, 0.0, 0.0, 64.0])
 
 
-def test_the_guard_stays_one_scalar_under_vmap():
+def test_the_fallback_condition_stays_one_scalar_under_vmap():
     q, k, v, mask, spec = starved()
     function = functools.partial(aj.sinkhorn_attention, mask=mask[0], spec=spec)
     text = str(jax.make_jaxpr(jax.vmap(function))(q, k, v))
@@ -150,7 +150,7 @@ def test_the_guard_stays_one_scalar_under_vmap():
 @pytest.mark.parametrize(
     ("num_steps", "masked", "size"), [(1, True, 2), (3, False, 2), (6, True, 2), (4, True, 8)]
 )
-def test_derivatives_of_the_scaling_form(rng, x64, num_steps, masked, size):
+def test_derivatives_of_the_scaling_form_are_right(rng, x64, num_steps, masked, size):
     """Sizes 2 and 8: a kernel exponentiated as it is, and with its peaks divided out."""
     q, k, v = (jnp.asarray(size * rng.normal(size=(2, n, 2, 3))) for n in (5, 6, 6))
     mask = jnp.asarray(rng.random((2, 2, 5, 6)) > 0.3) if masked else None

@@ -13,7 +13,7 @@ import asap_jax as aj
 
 
 @pytest.mark.parametrize("implementation", ["scaling", "streaming", "log"])
-def test_gradients_under_shard_map(implementation):
+def test_gradients_are_right_under_shard_map(implementation):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 4))
     spec = aj.SinkhornSpec(num_steps=4)
     attend = functools.partial(aj.sinkhorn_attention, spec=spec, implementation=implementation)
@@ -35,7 +35,7 @@ def test_gradients_under_shard_map(implementation):
     ],
     ids=["sliced", "rank", "moments", "moments masked"],
 )
-def test_compiled_layers_and_gradients_on_a_mesh_with_explicit_axes(families, masked):
+def test_compiled_layers_and_gradients_work_on_a_mesh_with_explicit_axes(families, masked):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 4))
     mask = jnp.ones((2, 1, 5, 5), bool).at[1, ..., -2:].set(False) if masked else None
     width = sum(family.num_features(4) for family in families)
@@ -55,7 +55,7 @@ def test_compiled_layers_and_gradients_on_a_mesh_with_explicit_axes(families, ma
 
 
 @pytest.mark.parametrize("closures", [0, 1, 2])
-def test_export_with_a_symbolic_batch(closures):
+def test_export_works_with_a_symbolic_batch(closures):
     """0 stands for the teacher, the others for compiled layers."""
     side = "query" if closures % 2 else "key"
     predictor = aj.Predictor(directions=jnp.eye(4), coefficients=jnp.ones(4), side=side)

@@ -44,7 +44,7 @@ def test_tiles_give_the_dense_plan_and_its_gradient(rng, x64, side, num_steps, m
     chex.assert_trees_all_close(results(in_tiles), results(dense), atol=1e-10)
 
 
-def test_tiles_notice_what_they_cannot_represent(rng):
+def test_tiles_detect_underflow_and_fall_back_to_the_log_domain(rng):
     """A key that no query likes: its column of the row-closed plan underflows."""
     q, k, v = problems.attention_inputs(rng, queries=6, keys=6)
     bias = jnp.zeros((1, 1, 1, 6)).at[..., 2].set(-120.0)
@@ -76,7 +76,7 @@ def test_memory_of_tiles_does_not_grow_with_the_square_of_the_length():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, "N"), (1, 1, "N", 1), (1, 1, 1, 1)])
-def test_a_mask_without_rows_or_columns_stays_so_in_tiles(shape):
+def test_tiles_do_not_expand_a_mask_with_axes_of_size_one(shape):
     """The last tile is filled up with masked rows: no mask of size N x N comes of that."""
     length = 8200  # no multiple of a tile
 

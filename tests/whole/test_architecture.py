@@ -83,7 +83,7 @@ def test_entries_import_only_those_above_them(package):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_module_is_in_a_circle_of_imports(package):
+def test_imports_have_no_cycles(package):
     trees = modules(package)
     names = set(trees)
     graph = {name: imported(tree, names) - {name} for name, tree in trees.items()}
@@ -100,7 +100,7 @@ def test_the_library_does_not_import_train():
         assert not imported(tree, foreign), name
 
 
-def test_the_folders_stay_few():
+def test_packages_have_few_top_level_entries():
     count = lambda package: len({entry(name) for name in modules(package)})
     assert count("asap_jax") <= 20
     assert count("train") <= 12

@@ -30,7 +30,7 @@ def run(code):
     return done.stdout
 
 
-def test_import_loads_nothing_but_itself_beside_its_neighbours():
+def test_import_loads_only_asap_jax_in_addition_to_its_dependencies():
     loaded = json.loads(run(PROBE.format(neighbours=NEIGHBOURS)))
     assert "asap_jax" in loaded
     foreign = [name for name in loaded if name.split(".")[0] not in {"asap_jax", *STANDARD}]
@@ -58,7 +58,7 @@ def test_import_loads_no_data_or_plotting_package():
         assert f"'{package}'" not in loaded or f"'{package}'" in neighbours
 
 
-def test_import_settles_no_device():
+def test_import_does_not_initialise_devices():
     code = (
         "import jax, asap_jax; jax.config.update('jax_num_cpu_devices', 3); "
         "print(jax.device_count())"

@@ -16,7 +16,7 @@ def test_there_is_a_quickstart():
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_outputs_are_stripped(name):
+def test_notebooks_have_no_stored_outputs(name):
     notebook = nbformat.read(FOLDER / name, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -9,7 +9,7 @@ README = pathlib.Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-def test_blocks_run_as_printed(tmp_path, monkeypatch, capsys):
+def test_code_blocks_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert len(BLOCKS) >= 3
     names = {}
@@ -22,6 +22,6 @@ def test_blocks_run_as_printed(tmp_path, monkeypatch, capsys):
     assert names["out"].shape == (2, 49, 4, 16)
 
 
-def test_blocks_are_short():
+def test_the_first_code_block_has_at_most_ten_lines():
     lines = [line for line in BLOCKS[0].splitlines() if line.strip()]
     assert len(lines) <= 10

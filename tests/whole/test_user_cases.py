@@ -125,7 +125,7 @@ def test_a_large_negative_bias_is_the_same_as_a_mask(rng, name):
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_all_spellings_of_a_key_mask_are_equal(rng, name):
+def test_all_forms_of_a_key_mask_give_the_same_result(rng, name):
     q, k, v = inputs(rng)
     key_only = np.arange(LENGTH)[None, None, None] < 11
     full = np.broadcast_to(key_only, (BATCH, HEADS, LENGTH, LENGTH))
@@ -160,7 +160,7 @@ def test_masks_of_an_unsupported_rank_are_refused_by_shape(rng, name, shape):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_mask_that_differs_per_query_is_honoured_in_every_closure(rng, name):
+def test_a_mask_that_differs_per_query_is_applied_in_every_closure(rng, name):
     q, k, v = inputs(rng)
     mask = problems.random_mask(rng, BATCH, HEADS, LENGTH, LENGTH)
     _, weights = OPERATOR[name](q, k, v, None, jnp.asarray(mask), return_weights=True)
@@ -179,7 +179,7 @@ def test_a_mask_that_differs_per_query_is_honoured_in_every_closure(rng, name):
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("queries", "keys", "active"), [(12, 7, 5), (1, 7, 7), (33, 12, 12)])
-def test_more_or_fewer_queries_than_keys(rng, name, queries, keys, active):
+def test_different_numbers_of_queries_and_keys_work(rng, name, queries, keys, active):
     q, k, v = inputs(rng, queries=queries, keys=keys)
     mask = jnp.asarray(problems.key_padding([active, active], keys))
     for spec in (ENDS_ON_COLUMNS, ENDS_ON_ROWS):
@@ -192,7 +192,7 @@ def test_more_or_fewer_queries_than_keys(rng, name, queries, keys, active):
 
 
 @pytest.mark.parametrize("size", [16, 32])
-def test_padding_dropped_as_query_and_key_changes_nothing(rng, size):
+def test_padding_masked_as_query_and_key_changes_nothing(rng, size):
     q, k, v = inputs(rng, batch=1, queries=10, keys=10)
     mask = jnp.asarray(problems.token_padding([10], size))
     padded = [
@@ -209,7 +209,7 @@ def test_padding_dropped_as_query_and_key_changes_nothing(rng, size):
     np.testing.assert_allclose(predicted[1], predicted[0], rtol=0, atol=1e-3)
 
 
-def test_padding_dropped_as_key_only_still_takes_column_mass(rng):
+def test_padding_masked_only_as_key_still_contributes_column_mass(rng):
     q, k, v = inputs(rng, batch=1, queries=10, keys=10)
     _, alone = OPERATOR["teacher"](q, k, v, return_weights=True)
     padded = [jnp.concatenate([x, problems.normal(rng, 1, 7, HEADS, DIM)], 1) for x in (q, k, v)]
@@ -227,7 +227,7 @@ def test_padding_dropped_as_key_only_still_takes_column_mass(rng):
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_equal_tokens_get_equal_answers(rng, name):
+def test_equal_tokens_get_equal_outputs(rng, name):
     q, k, v = inputs(rng)
     q, k, v = q.at[:, 9].set(q[:, 2]), k.at[:, 5].set(k[:, 0]), v.at[:, 5].set(v[:, 0])
     q = q.at[:, 3].set(0.0).at[:, 4].set(-0.0).at[:, 11].set(1e-42)
@@ -289,7 +289,7 @@ def test_a_fit_on_many_half_precision_tokens_predicts_like_float64(rng):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_large_logits_are_finite_and_closed(rng, name):
+def test_large_logits_give_finite_weights_with_exact_sums(rng, name):
     q, k, v = inputs(rng)
     for size in (1.0, 30.0, 300.0, 1000.0):
         for spec in (ENDS_ON_COLUMNS, ENDS_ON_ROWS):
@@ -308,7 +308,7 @@ def test_a_constant_on_all_logits_changes_nothing(rng, name):
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.1, 1e-2, 1e-3])
-def test_small_entropy_is_finite_and_closed(rng, epsilon):
+def test_small_entropy_gives_finite_weights_with_exact_sums(rng, epsilon):
     q, k, v = inputs(rng)
     for name in BOTH:
         spec = aj.SinkhornSpec(num_steps=10, epsilon=epsilon)
@@ -355,7 +355,7 @@ def test_a_small_teacher_trains_without_diverging(rng, dtype):
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_one_active_key_takes_all_the_mass(rng, name):
+def test_a_single_active_key_gets_all_the_mass(rng, name):
     q, k, v = inputs(rng)
     mask = jnp.asarray(np.arange(LENGTH) == 6)[None, None, None]
     out, weights = OPERATOR[name](q, k, v, None, mask, return_weights=True)
@@ -373,7 +373,7 @@ def test_one_active_key_takes_all_the_mass(rng, name):
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("argument", ["mu", "nu", "marginals"])
-def test_marginals_are_no_argument_and_not_ignored(rng, name, argument):
+def test_passing_marginals_raises(rng, name, argument):
     q, k, v = inputs(rng)
     with pytest.raises(TypeError, match=argument):
         attend(name, q, k, v, **{argument: jnp.ones(LENGTH)})
@@ -382,7 +382,7 @@ def test_marginals_are_no_argument_and_not_ignored(rng, name, argument):
 # ----------------------------------------------------------------------------- 64-bit types
 
 
-def test_64_bit_types_change_no_dtype_on_the_whole_path(rng, x64):
+def test_64_bit_types_do_not_change_any_dtype(rng, x64):
     spec = aj.SinkhornSpec(num_steps=10, epsilon=np.float64(1.0))
     for dtype in ("float32", "float64"):
         q, k, v = inputs(rng, dtype=dtype)
@@ -474,7 +474,7 @@ def test_calibration_sums_of_devices_combine(rng, batch):
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("batch", "heads", "length"), [(1, 1, 16), (2, 4, 1), (1, 1, 1)])
-def test_shapes_of_one_are_kept(rng, name, batch, heads, length):
+def test_axes_of_size_one_are_kept(rng, name, batch, heads, length):
     q, k, v = inputs(rng, batch=batch, heads=heads, queries=length, keys=length)
     out = OPERATOR[name](q, k, v)
     chex.assert_shape(out, (batch, length, heads, DIM))
@@ -507,7 +507,7 @@ def test_a_common_offset_of_all_tokens_does_not_move_the_features(rng, offset):
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 4, 5])
-def test_the_gradient_of_the_teacher_counts_both_duals(rng, x64, num_steps):
+def test_the_gradient_of_the_teacher_goes_through_both_duals(rng, x64, num_steps):
     q, k, v = problems.attention_inputs(rng, dtype="float64")
     mixing = problems.normal(rng, 2, 7, 3, 4, dtype="float64")
     spec = aj.SinkhornSpec(num_steps=num_steps)

@@ -1,4 +1,4 @@
-"""Benchmarks: speed and memory live here and never in tests."""
+"""Benchmarks of speed and memory."""
 
 from train.bench import (
     device_losses,
@@ -17,19 +17,19 @@ from train.bench import (
 
 BENCHES = {
     "layer": (layer.run, "softmax, Sinkhorn budgets and compiled layers at growing lengths"),
-    "teacher": (peers.run, "the S=20 teacher beside OTT-JAX and a PyTorch loop"),
-    "features": (features.run, "predicting a dual from moments and from slices, by itself"),
+    "teacher": (peers.run, "the S=20 teacher compared with OTT-JAX and a PyTorch loop"),
+    "features": (features.run, "only the prediction of a dual, from moments and from slices"),
     "floor": (floor.run, "where a layer's time goes: products, exponentials, closures, prediction"),
-    "trace": (trace.run, "the same from the profiler: what the compiled program's parts take"),
-    "memory": (memory_tiles.run, "tiles against whole kernels, forward and gradient"),
-    "gradient-memory": (memory_gradient.run, "forward and gradient of the S=20 teacher"),
+    "trace": (trace.run, "where a compiled program's time goes, from the profiler"),
+    "memory": (memory_tiles.run, "memory of tiles and of whole kernels, forward and gradient"),
+    "gradient-memory": (memory_gradient.run, "memory of forward and gradient of the S=20 teacher"),
     "esp-resources": (
         esp_resources.run,
-        "train steps of ESP attention beside Sinkhorn (the paper's table shape)",
+        "train steps of ESP and of Sinkhorn attention (the shapes of the paper's table)",
     ),
-    "gpu": (gpu.run, "every path checked against float64 on an accelerator, and timed"),
-    "parallel": (device_losses.run, "losses on one device, sharded and under pmap, side by side"),
-    "loop": (training_loop.run, "the training loop against the bare step, and its share of input"),
+    "gpu": (gpu.run, "checks every path against float64 on an accelerator, and times it"),
+    "parallel": (device_losses.run, "losses on one device, sharded and under pmap"),
+    "loop": (training_loop.run, "the training loop and the bare step, and the time spent on input"),
     "import": (imports.run, "seconds that `import asap_jax` adds"),
 }
-"""From a name to the function that runs it and what it measures."""
+"""From the name of a benchmark to its function and to what it measures."""

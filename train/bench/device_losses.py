@@ -1,4 +1,4 @@
-"""Losses of one teacher trained on one device, sharded, and under pmap, side by side."""
+"""Compares the losses of one teacher trained on one device, sharded, and under pmap."""
 
 import dataclasses
 
@@ -29,14 +29,14 @@ def first_losses(way: str, recipe: catalogue.Recipe, examples: Examples, count: 
 
 
 def run(count: int = STEPS, recipe: catalogue.Recipe = catalogue.DEMO) -> dict[str, list[float]]:
-    """Prints a line a step and the largest differences; returns the losses of every way.
+    """Prints the losses of every step and the largest differences; returns the losses.
 
     Raises:
-      UserError: there is one device only.
+      UserError: there is only one device.
     """
     if jax.device_count() == 1:
         raise UserError(
-            "there is one device: on a CPU set JAX_NUM_CPU_DEVICES=2 to share it out among two"
+            "there is only one device: on a CPU set JAX_NUM_CPU_DEVICES=2 to use it as two devices"
         )
     recipe = dataclasses.replace(recipe, batch_size=8 * jax.device_count())
     examples = load_data(recipe, tfds.PACKAGED).train.take(slice(500))

@@ -1,13 +1,14 @@
-"""Memory and time of one train step: Sinkhorn at three budgets beside ESP attention.
+"""Memory and time of one train step: Sinkhorn at three budgets, and ESP attention.
 
-The paper's table of train-step scaling with sequence length: batch 1, 8 heads, width 64, 64 slices
-(the coordinate axes), one attention layer on random inputs. A train step is forward and gradient
-with respect to query, key and value; ESP with exact sorting is an inference operator and is
-measured forward only. ESP (soft) comes twice: one slice at a time, which is what ``esp_attention``
-does, and with the plans of all slices in memory, which is what the released code does.
+The shapes are those of the paper's table of train-step scaling with sequence length: batch 1,
+8 heads, width 64, 64 slices (the coordinate axes), one attention layer on random inputs. A train
+step is the forward pass and the gradient with respect to query, key and value. ESP with exact
+sorting is an inference operator, so only its forward pass is measured. ESP (soft) has two rows:
+``esp_attention`` computes one slice at a time, and the released code keeps the plans of all slices
+in memory.
 
-Memory is that of the compiled step: arguments, results and temporaries. A step that would need
-more than ``LIMIT_GIB`` is compiled but not run.
+Memory is that of the compiled step: arguments, results and temporaries. A step that needs more than
+``LIMIT_GIB`` is compiled but not run.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from train.runtime import machine
 LENGTHS = (197, 512, 1000, 2000)
 BUDGETS = (3, 10, 20)
 ROUNDS = 10
-SPEND_SECONDS = 5.0  # on a step; a step that takes longer is timed once
+SPEND_SECONDS = 5.0  # limit for one method; a method whose step takes longer is timed once
 
 
 def methods() -> dict[str, Callable]:
-    """From the name of a method to its train step, or to its forward pass where it has none."""
+    """From the name of a method to its train step; ESP (hard) has only a forward pass."""
     steps = {}
     for budget in BUDGETS:
         attend = functools.partial(aj.sinkhorn_attention, spec=aj.SinkhornSpec(budget))
@@ -42,7 +43,7 @@ def methods() -> dict[str, Callable]:
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """Memory of the whole step, and its time with the number of timed calls."""
+    """The table: memory of the whole step, and its time with the number of timed calls."""
     cells = []
     for row in rows:
         time = f"{row.milliseconds:.1f} ({row.calls})" if row.calls else row.reason
@@ -73,7 +74,7 @@ def run(
     facts = {
         "step": f"one train step, batch {batch}, {heads} heads, head_dim {width}, {width} slices, "
         "float32",
-        "time": f"median of up to {ROUNDS} calls, {SPEND_SECONDS:g} seconds a method at most",
+        "time": f"median of up to {ROUNDS} calls, at most {SPEND_SECONDS:g} seconds per method",
         **machine.facts(),
     }
     report = Report("Train steps of ESP attention", [table(rows)], facts, {"rows": rows})

@@ -1,4 +1,4 @@
-"""What predicting a dual costs by itself: moments and slices, beside softmax attention."""
+"""Times only the prediction of a dual, from moments and from slices, next to softmax attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prediction(
 
 
 def rows_of(head_dim: int) -> dict[str, Callable]:
-    """Dense softmax attention, and the prediction alone from moments and from slices."""
+    """The rows: dense softmax attention, and only the prediction from moments and from slices."""
     attention = layer.methods(head_dim)
     rows = {name: attention[name] for name in DENSE}
     for name, predictor in layer.predictors(head_dim).items():

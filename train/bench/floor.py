@@ -1,8 +1,8 @@
-"""Where a layer's time goes: what no layer can save, and what each operator adds to it.
+"""Where a layer's time goes: the part that no layer can save, and what each operator adds.
 
-The floor is the scores' product and the product with the values, worked out as many heads at a time
-as our own layers do; then comes the exponential of every entry, and what is left is closures
-(products of a kernel and a vector) and the prediction.
+The floor is two matrix products, queries times keys and weights times values, computed for as many
+heads at a time as in our own layers. A second row adds the exponential of every entry. The rest of
+a layer's time is closures (products of a kernel and a vector) and the prediction.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ COMPARED = (
 )
 
 
-def products(of_scores: Callable, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """``of_scores(query key') value``, a few heads at a time, in Flax's layout."""
+def products(function: Callable, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """``function(query key') value``, a few heads at a time, in Flax's layout."""
     q, k, v = (jnp.swapaxes(x, -2, -3) for x in (query, key, value))
     lead = q.shape[:-2]
 
     def part(q, k, v):
         scores = jnp.einsum("...nd,...md->...nm", q, k)
-        return jnp.einsum("...nm,...md->...nd", of_scores(scores), v)
+        return jnp.einsum("...nm,...md->...nd", function(scores), v)
 
     step = batching.group_sizes(lead, q.shape[-2] * k.shape[-2])
     return jnp.swapaxes(batching.map_groups(jax.checkpoint(part), (q, k, v), lead, step), -2, -3)
 
 
 def rows_of(head_dim: int) -> dict[str, Callable]:
-    """Names and functions of query, key and value."""
+    """Row names to functions of query, key and value."""
     methods = layer.methods(head_dim)
     rows = {
         PRODUCTS: functools.partial(products, lambda scores: scores),

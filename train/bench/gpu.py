@@ -1,6 +1,6 @@
-"""One script for an accelerator: checks every path there and times it.
+"""Checks every path on an accelerator and times it (``make gpu``).
 
-Needs JAX, Flax, optax and chex only, and downloads nothing: ``make gpu``.
+It needs only JAX, Flax, optax and chex, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IMPLEMENTATIONS = ("scaling", "streaming", "log")
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Largest error of one path against float64 NumPy, and of the closed column sums."""
+    """Largest errors of one path: weights against float64 NumPy, and column sums against 1."""
 
     name: str
     precision: str
@@ -49,16 +49,17 @@ def reference(query: jax.Array, key: jax.Array, num_steps: int) -> np.ndarray:
 
 
 def checks(length: int = 512, heads: int = 2, width: int = 64, num_steps: int = 10) -> list[Check]:
-    """Every implementation at default and highest matmul precision, queries and keys of norm 8.
+    """Checks every implementation at default and highest matmul precision.
 
-    The values are the identity, so that the output of a head is its weights.
+    Queries and keys have norm 8. The values are the identity, so the output of a head is its
+    weights.
     """
     keys = jax.random.split(jax.random.key(0), 2)
     q, k = (jax.random.normal(key, (length, heads, width)) for key in keys)
     q, k = (8 * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = jnp.broadcast_to(jnp.eye(length)[:, None], (length, heads, length))
     expected = reference(q, k, num_steps)
-    done = []
+    results = []
     for precision in ("default", "highest"):
         for name in IMPLEMENTATIONS:
             with jax.default_matmul_precision(precision):
@@ -68,12 +69,12 @@ def checks(length: int = 512, heads: int = 2, width: int = 64, num_steps: int = 
                 weights = np.asarray(jax.jit(attend)(q, k, v)).transpose(1, 0, 2)
             error = float(np.abs(weights - expected).max())
             columns = float(np.abs(weights.sum(-2, dtype=np.float64) - 1).max())
-            done.append(Check(name, precision, error, columns))
-    return done
+            results.append(Check(name, precision, error, columns))
+    return results
 
 
 def projected(function: Callable, shape: tuple[int, int, int, int]) -> Callable:
-    """``function`` between projections from and to a model of width 1024, as the paper times it."""
+    """``function`` with the projections of a model of width 1024, as in the paper's timings."""
     _, _, heads, head_dim = shape
     keys = jax.random.split(jax.random.key(1), 4)
     inner = (heads, head_dim)
@@ -93,8 +94,8 @@ def run(
     """Prints checks and tables and writes ``gpu.json`` and ``gpu.md`` into ``out``.
 
     Args:
-      lengths: of the sweep.
-      minutes: after this long no further shape is started.
+      lengths: token counts of the sweep.
+      minutes: no further shape is started after this time.
       out: folder to write to; None writes nothing.
     """
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Seconds that ``import asap_jax`` adds to importing what it stands on."""
+"""Seconds that ``import asap_jax`` adds to the import of its dependencies."""
 
 import statistics
 import subprocess
@@ -6,24 +6,24 @@ import sys
 
 from train.runtime import machine
 
-NEIGHBOURS = "jax, flax.linen, flax.nnx, optax, chex"
+DEPENDENCIES = "jax, flax.linen, flax.nnx, optax, chex"
 CODE = (
-    f"import time; import {NEIGHBOURS}; start = time.perf_counter(); import asap_jax; "
+    f"import time; import {DEPENDENCIES}; start = time.perf_counter(); import asap_jax; "
     f"print(time.perf_counter() - start)"
 )
 
 
 def seconds() -> float:
     """One measurement in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    command = [sys.executable, "-c", CODE]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def run(rounds: int = 5) -> None:
     """Prints the median."""
     values = [seconds() for _ in range(rounds)]
     print(
-        f"import asap_jax adds {statistics.median(values):.2f} s to importing {NEIGHBOURS} "
+        f"import asap_jax adds {statistics.median(values):.2f} s to importing {DEPENDENCIES} "
         f"(median of {rounds}, {min(values):.2f} to {max(values):.2f})"
     )
     print(machine.line())

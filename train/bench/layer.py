@@ -1,9 +1,9 @@
 """Time of one attention layer: softmax in several forms, Sinkhorn budgets, compiled layers.
 
-All rows of one shape run interleaved in one process; a row's ratio is to the fastest *dense*
-softmax form of that shape. Inputs are Gaussian, so that scores have standard deviation 1 unless a
-shape says otherwise; the compiled rows run random coefficients, which cost what fitted ones do. A
-row that needs more than 12 GiB of memory is not run.
+All rows of one shape run interleaved in one process. The ratio of a row is its time over that of
+the fastest *dense* softmax form at the same shape. Inputs are Gaussian, and scores have standard
+deviation 1 unless a shape says otherwise. The compiled rows have constant coefficients, which cost
+as much as fitted ones. A row that needs more than 12 GiB of memory is not run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NAMED = {"text": (32, 128, 8, 32), "vit": (64, 197, 8, 64), "imdb": (32, 512, 8,
 NAMED_ROUNDS = 3
 SHARP = 512, 12.0  # length, standard deviation of the scores
 SLICES = 32
-ESP_LENGTH = 128  # up to which the ESP rows run; `bench esp-resources` has longer ones
+ESP_LENGTH = 128  # largest length of the ESP rows; `bench esp-resources` has longer ones
 
 
 def softmax_plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Softmax attention as one writes it."""
+    """Softmax attention with ``jax.nn.softmax``."""
     scores = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
     return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores, -1), value)
 
@@ -72,11 +72,11 @@ def methods(head_dim: int, length: int | None = None) -> dict[str, Callable]:
 
 
 @flax.struct.dataclass
-class Nothing:
-    """A feature family of one column of zeros: what closures cost without a prediction."""
+class ZeroFeature:
+    """A feature family with one column of zeros, to time closures without a prediction."""
 
     def num_features(self, head_dim: int) -> int:
-        """1."""
+        """One column."""
         return 1
 
     def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None):
@@ -85,11 +85,11 @@ class Nothing:
 
 
 def predictors(head_dim: int) -> dict[str, aj.Predictor]:
-    """Nothing, moments and slices."""
+    """Predictors for closures alone (a zero dual), from moments and from slices."""
     moments = aj.Moments()
     bank = aj.slice_directions(0, SLICES, head_dim)
     families = {
-        "closures alone": (Nothing(), jnp.zeros(1)),
+        "closures alone": (ZeroFeature(), jnp.zeros(1)),
         "moments": (moments, jnp.full(moments.num_features(head_dim), 1e-3)),
         f"{SLICES} slices": (aj.SlicedPotentials(bank), jnp.full(SLICES, 1 / SLICES)),
     }
@@ -109,10 +109,10 @@ def run(
     """Prints a table for each shape and writes them as JSON and Markdown, with a plot.
 
     Args:
-      lengths: of the sweep at batch 1, 8 heads, head_dim 64.
-      shapes: further ones, of ``NAMED``, and ``"sharp"``: a length of the sweep under scores of
-        standard deviation 12, where exponentiating once cannot be trusted.
-      rounds: timed calls of each row of the sweep; the named shapes take ``NAMED_ROUNDS``.
+      lengths: token counts of the sweep at batch 1, 8 heads, head_dim 64.
+      shapes: further shapes: names in ``NAMED``, and ``"sharp"`` for 512 tokens with scores of
+        standard deviation 12.
+      rounds: timed calls of each row of the sweep; the named shapes have at most ``NAMED_ROUNDS``.
       out: folder for ``layer.json``, ``layer.md`` and ``layer.png``; None writes nothing.
     """
     rows = []

@@ -1,4 +1,4 @@
-"""The plot of the layer benchmark: time over that of softmax attention, by length."""
+"""The plot of the layer benchmark: time relative to softmax attention, by length."""
 
 import pathlib
 from collections.abc import Iterable
@@ -15,22 +15,22 @@ LINES = {
     "ASAP n=2, moments": ("#009e73", "D"),
     "ASAP n=2, 32 slices": ("#d55e00", "s"),
 }
-"""Row: colour and marker."""
+"""From a row to its colour and marker."""
 
 
 def draw(rows: Iterable[Row], lengths: Iterable[int], path: pathlib.Path) -> pathlib.Path:
     """Writes the plot of the sweep as PNG and returns ``path``; rows that did not run are left out.
 
     Args:
-      rows: of all shapes.
-      lengths: of the sweep.
-      path: of the picture.
+      rows: rows of all shapes.
+      lengths: token counts of the sweep.
+      path: file of the picture.
     """
-    known = {(row.shape, row.name): row.ratio for row in rows}
+    ratios = {(row.shape, row.name): row.ratio for row in rows}
     drawn = blank(7, 4.5, layout="constrained")
     axes = drawn.subplots()
     for name, (colour, marker) in LINES.items():
-        points = [(n, known.get((f"N={n}", name))) for n in sorted(lengths)]
+        points = [(n, ratios.get((f"N={n}", name))) for n in sorted(lengths)]
         points = [(n, ratio) for n, ratio in points if ratio is not None]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=name)

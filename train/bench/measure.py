@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: a measured row, how it is measured, the table."""
+"""Shared by the benchmarks: compiles and times rows, and makes their table."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ DENSE = (
     "softmax, divided late",
     "softmax, jax.nn.dot_product_attention",
 )
-"""Softmax attention that keeps all scores, in several forms."""
+"""Row names of softmax attention that keeps all scores, in several forms."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to attend at one shape; ``milliseconds`` is None where ``reason`` says why.
+    """One attention function at one shape.
 
     Attributes:
-      shape, name: what ran.
-      gibibytes: temporary memory of the compiled program, beside inputs and outputs.
-      compile_seconds: of that program; both are None for a peer outside JAX.
-      milliseconds: median of the timed calls.
-      ratio: of that to the fastest row of the ``base`` of ``measure``.
+      shape, name: names of the shape and of the function.
+      gibibytes: temporary memory of the compiled program, without inputs and outputs; None for a
+        function outside JAX.
+      compile_seconds: time to compile the program; None for a function outside JAX.
+      milliseconds: median of the timed calls; None if it was not timed.
+      ratio: ``milliseconds`` over those of the fastest row in ``base``, see ``measure``.
       reason: why it was not timed.
-      low, high: quartiles of the timed calls, milliseconds.
+      low, high: quartiles of the timed calls, in milliseconds.
       whole_gibibytes: memory with inputs and outputs.
-      calls: how often it was timed.
+      calls: number of timed calls.
     """
 
     shape: str
@@ -61,7 +62,7 @@ def sweep_shape(length: int) -> tuple[int, int, int, int]:
 
 
 def value_and_gradients(function: Callable, num_inputs: int = 3) -> Callable:
-    """Value and gradients, with respect to every input, of a scalar of the output."""
+    """A function that gives a scalar of the output and its gradient with respect to every input."""
     loss = lambda *x: jnp.sum(jnp.sin(function(*x)))
     return jax.value_and_grad(loss, argnums=tuple(range(num_inputs)))
 
@@ -84,21 +85,22 @@ def measure(
     """Compiles and times all rows at one shape, interleaved.
 
     Args:
-      shape_name: for the table.
-      shape: of every input: batch, length, heads, head_dim.
+      shape_name: name of the shape in the table.
+      shape: shape of every input: batch, length, heads, head_dim.
       rows: names and functions.
-      rounds: timed calls of each.
-      limit_gib: rows that need more, inputs and outputs included, are not run.
-      gradient: time value and gradient of a scalar of the output instead.
-      num_inputs: Gaussian arrays of that shape that each function takes.
+      rounds: timed calls of each row.
+      limit_gib: rows that need more memory, including inputs and outputs, are not run.
+      gradient: time value and gradient of a scalar of the output instead of the output.
+      num_inputs: number of inputs of each function; they are Gaussian arrays of the same shape.
       timed: whether to run the rows; otherwise only memory is reported.
       at_most: seconds to spend on a row, see ``timing.samples``.
-      sharpness: factor of the first input: the standard deviation of the scores.
-      foreign: calls outside JAX to time beside them; their memory is not known.
-      base: rows whose fastest is 1 in the column of ratios; the fastest row where there is none.
+      sharpness: factor of the first input, and so the standard deviation of the scores.
+      foreign: functions outside JAX, timed in the same rounds; their memory is not measured.
+      base: ratios are relative to the fastest of these rows. If none of them was timed, they are
+        relative to the fastest row.
     """
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
-    compiled, calls = {}, {}
+    measured, calls = {}, {}
     keys = jax.random.split(jax.random.key(0), num_inputs)
     first, *rest = [jax.random.normal(key, shape) for key in keys]
     inputs = [sharpness * first, *rest]
@@ -110,32 +112,32 @@ def measure(
         temporary = memory.temp_size_in_bytes / GIB
         outside = memory.argument_size_in_bytes + memory.output_size_in_bytes
         whole = temporary + outside / GIB
-        compiled[name] = Row(
+        measured[name] = Row(
             shape_name, name, temporary, seconds, None, None, "not timed", whole_gibibytes=whole
         )
         if whole > limit_gib:
             reason = f"not run (needs {whole:.1f} GiB)"
-            compiled[name] = dataclasses.replace(compiled[name], reason=reason)
+            measured[name] = dataclasses.replace(measured[name], reason=reason)
         elif timed:
             calls[name] = functools.partial(program, *inputs)
     for name, call in (foreign or {}).items():
-        compiled[name], calls[name] = Row(shape_name, name, None, None, None, None), call
+        measured[name], calls[name] = Row(shape_name, name, None, None, None, None), call
     samples = timing.samples(calls, rounds=rounds, at_most=at_most) if calls else {}
-    quartiles = {name: np.percentile(taken, (25, 50, 75)) for name, taken in samples.items()}
+    quartiles = {name: np.percentile(times, (25, 50, 75)) for name, times in samples.items()}
     medians = [quartiles[name][1] for name in base if name in quartiles]
     medians = medians or [median for _, median, _ in quartiles.values()]
-    for name, taken in samples.items():
+    for name, times in samples.items():
         low, median, high = map(float, quartiles[name])
-        compiled[name] = dataclasses.replace(
-            compiled[name],
+        measured[name] = dataclasses.replace(
+            measured[name],
             milliseconds=median,
             ratio=median / float(min(medians)),
             reason="",
             low=low,
             high=high,
-            calls=len(taken),
+            calls=len(times),
         )
-    return list(compiled.values())
+    return list(measured.values())
 
 
 def table(rows: list[Row]) -> Table:
@@ -156,5 +158,5 @@ def _cells(row: Row) -> list[str]:
 
 
 def report(title: str, rows: list[Row], facts: Mapping[str, str]) -> Report:
-    """The table of a benchmark with its facts and those of the machine."""
+    """The report of a benchmark: its table, its facts and those of the machine."""
     return Report(title, [table(rows)], {**facts, **machine.facts()}, {"rows": rows})

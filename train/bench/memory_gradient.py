@@ -1,4 +1,4 @@
-"""Temporary memory and time of forward and gradient, beside an unrolled loop."""
+"""Temporary memory and time of forward and gradient, compared with an unrolled loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of tiles against whole kernels, forward and gradient, and time forward, by length."""
+"""Memory of tiles and of whole kernels, forward and gradient, and time of the forward pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ LIMIT_GIB = 6.0
 
 
 def methods() -> dict[str, Callable]:
-    """Row names to attention functions: compiled layers from a dual that costs nothing."""
+    """Row names to attention functions; compiled layers start from a zero dual, without cost."""
     rows = {DENSE[0]: layer.softmax_plain, DENSE[1]: layer.softmax_late}
     for closures in (1, 2, 3):
         predictor = aj.Predictor(
-            (layer.Nothing(),), aj.LinearHead(jnp.zeros(1)), side="query" if closures % 2 else "key"
+            (layer.ZeroFeature(),),
+            aj.LinearHead(jnp.zeros(1)),
+            side="query" if closures % 2 else "key",
         )
         for how in ("scaling", "streaming"):
             rows[f"{closures} closures, {how}"] = functools.partial(

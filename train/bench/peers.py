@@ -1,7 +1,7 @@
-"""The Sinkhorn teacher against its peers: OTT-JAX and a PyTorch loop, at equal half-steps.
+"""Compares the Sinkhorn teacher with OTT-JAX and a PyTorch loop, at equal half-steps.
 
-Forward, and value with gradient, of one layer; all rows of one length interleaved in one process.
-Peers that are not installed are named as such.
+It times the forward pass of one layer, and value with gradient. All rows of one length run
+interleaved in one process. The facts below the table name peers that are not installed.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def ott_attention(
         implicit_diff=None,
     )
 
-    def one(scores, value):
+    def attend(scores, value):
         problem = linear_problem.LinearProblem(
             geometry.Geometry(cost_matrix=-scores.T, epsilon=1.0)
         )
         return scores.shape[0] * solver(problem).matrix.T @ value
 
     scores = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
-    mixed = jax.vmap(jax.vmap(one))(scores, jnp.swapaxes(value, 1, 2))
+    mixed = jax.vmap(jax.vmap(attend))(scores, jnp.swapaxes(value, 1, 2))
     return jnp.swapaxes(mixed, 1, 2)
 
 
 def torch_calls(shape: tuple[int, ...], num_steps: int, *, gradient: bool) -> Callable[[], object]:
-    """A call of the log-domain loop in PyTorch, on the processor, ready to be timed.
+    """A call of the log-domain loop in PyTorch on the CPU, ready to be timed.
 
-    OpenMP's threads are set to sleep after the call: by default they spin, and took half of the
-    processors from the next row.
+    OpenMP's threads are set to sleep after the call. By default they spin, and then took half of
+    the cores from the next row.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch

@@ -1,8 +1,8 @@
-"""Where the time of a layer's compiled program goes, from JAX's profiler: for CPUs.
+"""Where the time of a layer's compiled program goes on a CPU, from JAX's profiler.
 
-Every instruction of the program is assigned to the part of the method it belongs to, by the names
-that the library gives (``jax.named_scope``) and by its shape; its time is the sum of its events in
-the trace. Instructions may run side by side, so that the parts can add up to more than the call.
+Every instruction of the program is assigned to a part of the method, by its shape and by the names
+that the library gives (``jax.named_scope``). Its time is the sum of its events in the trace.
+Instructions may run at the same time, so the parts can add up to more than the call.
 """
 
 from __future__ import annotations
@@ -42,29 +42,30 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
 def parts_of(text: str, length: int) -> dict[str, str]:
-    """From the instructions of a compiled program (``as_text``) to the parts of the method.
+    """From the names of a compiled program's instructions to the parts of the method.
 
     Args:
-      text: of one attention layer.
-      length: tokens of either side, another number than the width of a head.
+      text: the program of one attention layer, from ``as_text``.
+      length: number of queries and of keys; must differ from the width of a head.
     """
-    inside: dict[str, list] = {}
+    computations: dict[str, list] = {}
     for line in text.splitlines():
         if begin := _COMPUTATION.match(line):
-            current = inside.setdefault(begin[1], [])
+            current = computations.setdefault(begin[1], [])
         elif instruction := _INSTRUCTION.match(line):
             current.append(instruction.groups())
     result = {}
-    for instructions in inside.values():
+    for instructions in computations.values():
         shapes = {name: shape for name, shape, *_ in instructions}
         for instruction in instructions:
             name, _, kind, _, rest = instruction
             called = re.search(r"calls=%?([\w.\-]+)", rest)
             if kind in _NESTING | _NO_WORK:
                 continue
-            if called and called[1] in inside:
-                own = {name: shape for name, shape, *_ in inside[called[1]]}
-                result[name] = _part([instruction, *inside[called[1]]], own, length)
+            if called and called[1] in computations:
+                inner = computations[called[1]]
+                inner_shapes = {name: shape for name, shape, *_ in inner}
+                result[name] = _part([instruction, *inner], inner_shapes, length)
             else:
                 result[name] = _part([instruction], shapes, length)
     return result
@@ -84,7 +85,7 @@ def _part(instructions, shapes, length: int) -> str:
 
 
 def _product(shape: str, left: str, rest: str, length: int) -> str:
-    """What a product of that shape and left operand is."""
+    """The part of the method that a product of this shape and left operand belongs to."""
     *_, rows, columns = _sizes(shape)
     axis = re.search(r"lhs_contracting_dims=\{(\d+)\}", rest)
     summed = _sizes(left)[int(axis[1])] if axis and _sizes(left) else None
@@ -107,7 +108,7 @@ def _sizes(shape: str) -> list[int]:
 def traced(
     program: Callable, inputs: Sequence[jax.Array], parts: dict[str, str], calls: int
 ) -> dict[str, float]:
-    """Milliseconds a call of each part, and ``"call"``: of a whole one, while being traced."""
+    """Milliseconds per call of each part, and of the whole traced call under ``"call"``."""
     for _ in range(3):
         jax.block_until_ready(program(*inputs))
     options = jax.profiler.ProfileOptions()
@@ -120,13 +121,13 @@ def traced(
             whole = 1e3 * (time.perf_counter() - start) / calls
         (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
-    took: Counter = Counter()
+    nanoseconds: Counter = Counter()
     for plane in data.planes:
         for line in plane.lines:
             for event in line.events:
                 if event.name in parts:
-                    took[parts[event.name]] += event.duration_ns
-    return {"call": whole, **{part: took[part] / 1e6 / calls for part in PARTS}}
+                    nanoseconds[parts[event.name]] += event.duration_ns
+    return {"call": whole, **{part: nanoseconds[part] / 1e6 / calls for part in PARTS}}
 
 
 def run(
@@ -147,7 +148,7 @@ def run(
             "the width of a head"
         )
     if jax.default_backend() != "cpu":
-        raise UserError(f"bench trace reads programs of CPUs, not of {jax.default_backend()}")
+        raise UserError(f"bench trace works on CPUs only, not on {jax.default_backend()}")
     measured = {}
     for length in lengths:
         shape = sweep_shape(length)
@@ -160,7 +161,7 @@ def run(
             rows[name] = traced(program, inputs, parts, calls)
     facts = {
         **SHAPE_FACT,
-        "time": f"milliseconds a call, mean of {calls} calls under jax.profiler, which slows them",
+        "time": f"milliseconds per call, mean of {calls} calls, slowed by jax.profiler",
         **machine.facts(),
     }
     tables = [_table(name, rows) for name, rows in measured.items()]

@@ -1,4 +1,4 @@
-"""The training loop against the bare jitted step, and what share of it waits for input."""
+"""Compares the training loop with the bare jitted step, and measures its wait for input."""
 
 import dataclasses
 import json
@@ -22,12 +22,12 @@ ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Steps a second.
+    """Steps per second.
 
     Attributes:
-      bare: of the jitted step on one batch over and over, waiting only at the end.
-      loop: of ``train.training.loop`` with its batches, metrics and progress, compiling left out.
-      input_share: of the loop's time, waiting for a batch.
+      bare: the jitted step alone, again and again on one batch, with one wait at the end.
+      loop: ``train.training.loop`` with its batches, metrics and progress, without compilation.
+      input_share: share of the loop's time that it waits for a batch.
     """
 
     bare: float
@@ -36,7 +36,7 @@ class Speed:
 
 
 def bare(recipe: catalogue.Recipe, examples: Examples, count: int) -> float:
-    """Steps a second of the jitted step alone."""
+    """Steps per second of the jitted step alone."""
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed=0)
     layout, create, step = loop.programs(recipe, batches.steps_per_epoch, devices.Sharded.name)
     state = layout.place(jax.tree.map(np.asarray, create(jax.random.key(0))))
@@ -50,7 +50,7 @@ def bare(recipe: catalogue.Recipe, examples: Examples, count: int) -> float:
 
 
 def looped(recipe: catalogue.Recipe, examples: Examples, count: int) -> tuple[float, float]:
-    """Steps a second of the training loop from its first metrics line on, and its input share."""
+    """Steps per second of the loop after its first metrics line, and its wait for input."""
     with tempfile.TemporaryDirectory() as folder:
         run = pathlib.Path(folder)
         loop.train(recipe, examples, run, stop_after=count + loop.LOG_EVERY)
@@ -64,7 +64,7 @@ def looped(recipe: catalogue.Recipe, examples: Examples, count: int) -> tuple[fl
 
 
 def run(count: int = STEPS) -> Speed:
-    """Prints medians of interleaved runs of the demo recipe."""
+    """Prints medians of interleaved runs with the demo recipe."""
     recipe = catalogue.DEMO
     examples = load_data(recipe, tfds.PACKAGED).train
     pairs = [

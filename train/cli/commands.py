@@ -1,4 +1,4 @@
-"""What the sub-commands of ``python -m train`` do, each a function of the parsed arguments."""
+"""One function for each sub-command of ``python -m train``; each takes the parsed arguments."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ from train.training.teacher import Teacher, accuracy_on, load_teacher
 
 
 def run_demo(options: argparse.Namespace) -> None:
-    """Trains, compiles, measures and draws, offline."""
+    """Runs the demo without network access."""
     demo.run(options.seed, options.out)
 
 
@@ -59,7 +59,7 @@ def run_train(options: argparse.Namespace) -> None:
 
 
 def _recipe(options: argparse.Namespace) -> catalogue.Recipe:
-    """The recipe with what the command line changes of it."""
+    """The recipe, with the changes that the command line asks for."""
     recipe = catalogue.find(options.recipe, options.preset)
     names = ("attention", "epochs", "batch_size", "learning_rate", "compute_dtype", "accumulate")
     changes = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -85,7 +85,7 @@ def _connect(options: argparse.Namespace) -> None:
 
 
 def _open(options: argparse.Namespace) -> tuple[Teacher, Split]:
-    """The run's teacher and data, announced."""
+    """Loads the teacher and the data of a run, and prints which data were read."""
     trained = load_teacher(options.folder)
     split = load_data(trained.recipe, options.data_dir, options.folder)
     announce(split)
@@ -107,7 +107,7 @@ def run_baseline(options: argparse.Namespace) -> None:
 
 def run_compile(options: argparse.Namespace) -> None:
     """Compiles a run's teacher, prints the report, saves the compiled layers."""
-    settings = fit_options.read(options)  # before anything is read that takes long
+    settings = fit_options.read(options)  # reports bad options before the data are read
     _connect(options)
     trained, split = _open(options)
     settings = dataclasses.replace(settings, seed=trained.seed)
@@ -123,21 +123,21 @@ def run_compile(options: argparse.Namespace) -> None:
 
 
 def run_ablate(options: argparse.Namespace) -> None:
-    """Prints every method and ablation row of the paper on one teacher."""
+    """Measures all methods and ablations of the paper on one teacher."""
     trained, split = _open(options)
     table, lines = ablations.run(trained, split, rounds=options.rounds)
     _show(table.report(), options.out or options.folder, "ablations", lines)
 
 
 def _show(report: Report, out: pathlib.Path, name: str, lines=()) -> None:
-    """Prints the tables and further lines, and writes ``NAME.md`` and ``NAME.json``."""
+    """Prints the tables and then ``lines``, and writes ``NAME.md`` and ``NAME.json``."""
     report.print(progress.console())
     for line in lines:
         print(line)
-    _say_written(report.write(out, name))
+    _print_written(report.write(out, name))
 
 
-def _say_written(paths) -> None:
+def _print_written(paths) -> None:
     for path in paths:
         print(f"wrote {path}")
 
@@ -154,11 +154,11 @@ def run_study(options: argparse.Namespace) -> None:
     study = {"fidelity": fidelity_study, "ideas": ideas}[options.what]
     measured, paths = study.run(options.folders, options.data_dir, options.out, **settings)
     measured.print(progress.console())
-    _say_written(paths)
+    _print_written(paths)
 
 
 def run_refresh(options: argparse.Namespace) -> None:
-    """Trains a compiled model on a little, beside its teacher."""
+    """Trains a compiled model for a few more epochs, and its teacher for comparison."""
     trained, split = _open(options)
     fit = ablations.residual_fit(aj.PaperFit(), num_slices=options.num_slices)
     result = compile_teacher.compile_teacher(
@@ -193,7 +193,7 @@ def run_bench(options: argparse.Namespace) -> None:
 
 
 def run_evaluate(options: argparse.Namespace) -> None:
-    """Prints and writes the table of a teacher and its replacements."""
+    """Prints and writes the table that compares a teacher with its replacements."""
     trained, split = _open(options)
     path = pathlib.Path(options.artefact or options.folder / run_folder.ARTEFACT)
     if options.artefact and not path.exists():

@@ -1,4 +1,4 @@
-"""The demo: real images in, a trained teacher, its compiled twin, one table and one picture out."""
+"""The demo: trains a teacher on real images, compiles it, and makes one table and one picture."""
 
 import pathlib
 import shutil
@@ -19,14 +19,14 @@ def run(seed: int, out: pathlib.Path, recipe: Recipe = catalogue.DEMO) -> Fideli
 
     Args:
       seed: seed of the run.
-      out: folder for everything that is written; an older demo in it is replaced.
+      out: folder for all files; those of an earlier demo are replaced.
       recipe: what to train.
 
     Returns:
       The table that was printed.
 
     Raises:
-      UserError: an extra is missing.
+      UserError: a package of the ``train`` extra is not installed.
     """
     screen = progress.console()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The settings of a fit on the command line; names, choices and defaults are the library's."""
+"""Command-line options for a fit. Their names, choices and defaults come from the library."""
 
 import argparse
 import dataclasses
@@ -14,38 +14,42 @@ from train.runtime.errors import UserError
 
 _FAMILIES = sorted(n for n, family in aj.features.FAMILIES.items() if hasattr(family, "create"))
 SETTINGS = {
-    "objective": (OBJECTIVES, "ls is ASAP-LS, kl ASAP-KL"),
-    "features": (None, f"families joined by +, of {', '.join(_FAMILIES)}"),
-    "num_slices": (None, "slices"),
-    "slice_kind": (KINDS, "slice directions"),
+    "objective": (OBJECTIVES, "ls: ASAP-LS; kl: ASAP-KL"),
+    "features": (None, f"feature families joined by +; the families: {', '.join(_FAMILIES)}"),
+    "num_slices": (None, "number of slices"),
+    "slice_kind": (KINDS, "kind of slice directions"),
     "coefficients": (COEFFICIENTS, "pooled over heads, per head, or shared by all layers"),
-    "baseline": (BASELINES, "first_step fits the residual to the first row step"),
+    "baseline": (BASELINES, "first_step: fit the residual to the first row step"),
     "token_bias": (None, "fit one bias per token position"),
-    "ridge": (None, "ridge"),
+    "ridge": (None, "ridge penalty on the coefficients"),
     "ridge_scale": (RIDGE_SCALES, "unit of the ridge"),
-    "padding": (PADDINGS, "self: active tokens carry features; none: padded queries do too"),
+    "padding": (PADDINGS, "self: only active tokens have features; none: padded queries too"),
 }
-"""Setting: its choices, and what it is."""
-PAPER_ALONE = ("features",)  # a candidate has objects for features, not names
+"""From a setting to its choices (None for any value) and its help text."""
+PAPER_ONLY = ("features",)  # a candidate takes feature objects, which have no name here
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--fit``, ``--closures`` and the settings; a setting left out is the fit's own."""
+    """Adds ``--fit``, ``--closures`` and one option for each setting.
+
+    A setting that the command line leaves out has the default of the chosen fit.
+    """
     default = aj.Options()
     parser.add_argument(
         "--fit",
         choices=tuple(NAMED),
         default=default.fit.name,
         metavar="FIT",
-        help=f"{'; '.join(NAMED)}. paper is the paper to the letter, auto the best of several by "
-        "held-out batches, the others one way of predicting (default: %(default)s)",
+        help=f"one of: {'; '.join(NAMED)}. paper is the fit of the paper. auto tries several "
+        "candidates and chooses the best on held-out batches. Every other name is one candidate "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--closures",
         type=lambda text: int(text) if text.isdecimal() else text,
         metavar="ENDING",
-        help="a number of closures, by default 2; with --fit paper also two_sided (ASAP, its "
-        "default), one_sided (ASAP-0) or none (both duals predicted, no c-transform)",
+        help="number of closures (default: 2). With --fit paper also two_sided (ASAP, the default "
+        "there), one_sided (ASAP-0) or none (predict both duals, no c-transform)",
     )
     group = parser.add_argument_group("settings of the fit (defaults are those of --fit paper)")
     for field in dataclasses.fields(aj.PaperFit):
@@ -57,7 +61,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, action="store_const", const=True, help=text)
         else:
             kind = str if field.default is None else type(field.default)
-            default_text = "the layer's own" if field.default is None else field.default
+            default_text = "that of the layer" if field.default is None else field.default
             help_text = f"{text} (default: {default_text})"
             group.add_argument(flag, type=kind, choices=choices, help=help_text)
 
@@ -67,17 +71,17 @@ def read(arguments: argparse.Namespace, seed: int = 0) -> aj.Options:
 
     Args:
       arguments: the parsed command line.
-      seed: of slices and codebooks.
+      seed: seed of slices and codebooks.
 
     Raises:
-      UserError: a setting that this fit does not have, or a value out of range.
+      UserError: the fit does not have a setting, or a value is out of range.
     """
     fit = NAMED[arguments.fit]
     values = {name: getattr(arguments, name) for name in SETTINGS}
     values = {name: value for name, value in values.items() if value is not None}
     known = {field.name for field in dataclasses.fields(fit)}
     if not isinstance(fit, aj.PaperFit):
-        known -= set(PAPER_ALONE)
+        known -= set(PAPER_ONLY)
     for name in values:
         if name not in known:
             raise UserError(f"{_flag(name)} is not a setting of --fit {arguments.fit}")

@@ -1,4 +1,4 @@
-"""The command line, ``python -m train``: one sub-command per thing one runs."""
+"""The command line ``python -m train`` and its sub-commands."""
 
 import argparse
 import functools
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m train",
         description="Train Sinkhorn-attention teachers, compile them to loop-free layers, and "
         "measure what that costs and saves.",
-        epilog="Start with `python -m train demo`. Each sub-command explains itself with --help.",
+        epilog="Start with `python -m train demo`. Every sub-command has its own --help.",
     )
     subs = top.add_subparsers(title="sub-commands", required=True, metavar="COMMAND")
     _add_demo(subs)
@@ -55,11 +55,12 @@ def _add_demo(subs) -> None:
         "demo",
         commands.run_demo,
         "train a small teacher on the packaged images, compile it, print the table",
-        f"Everything in one go, offline: trains the demo recipe ({catalogue.DEMO.cost}), compiles "
-        "it, prints the fidelity table and writes it beside a picture of one head's plans.",
+        f"Trains the demo recipe ({catalogue.DEMO.cost}), compiles it, prints the fidelity table "
+        "and writes it, with a picture of one head's plans. Needs no network.",
     )
     _add_seed(sub)
-    _add_out(sub, "checkpoint, table and picture; replaced", run_folder.DEFAULT / "demo")
+    files = "the checkpoint, table and picture; older ones are replaced"
+    _add_out(sub, files, run_folder.DEFAULT / "demo")
 
 
 def _add_recipes(subs) -> None:
@@ -68,7 +69,7 @@ def _add_recipes(subs) -> None:
         "recipes",
         commands.run_recipes,
         "list the recipes with cost and expected accuracy",
-        "Lists what `python -m train train RECIPE` can train.",
+        "Lists the recipes of `python -m train train RECIPE`.",
     )
 
 
@@ -77,36 +78,40 @@ def _add_train(subs) -> None:
         subs,
         "train",
         commands.run_train,
-        "train a teacher by a recipe",
-        "Trains a recipe and writes checkpoints and metrics to a run folder. Ctrl-C saves; the "
-        "same command with --resume continues, to the same parameters as without the stop.",
+        "train the teacher of a recipe",
+        "Trains a recipe and writes checkpoints and metrics to a run folder. Ctrl-C saves and "
+        "stops. The same command with --resume continues the run and ends with the same "
+        "parameters as an uninterrupted run.",
     )
     _add_recipe(sub)
-    sub.add_argument("--run", dest="folder", metavar="DIR", help="default: runs/RECIPE-SEED")
+    sub.add_argument(
+        "--run", dest="folder", metavar="DIR", help="run folder (default: runs/RECIPE-SEED)"
+    )
     _add_seed(sub)
     sub.add_argument("--resume", action="store_true", help="resume the run in the folder")
     override = functools.partial(_add_override, sub)
     override("--attention", "attention family", choices=schema.FAMILIES)
-    override("--num-steps", "Sinkhorn steps", type=int, metavar="S")
+    override("--num-steps", "number of Sinkhorn steps", type=int, metavar="S")
     override("--patch-size", "side of a patch in pixels", type=int, metavar="P")
-    override("--length", "tokens of a text", type=int, metavar="TOKENS")
-    override("--epochs", "epochs", type=int)
-    override("--batch-size", "examples a step", type=int)
-    override("--learning-rate", "Adam's", type=float)
-    override("--compute-dtype", "bfloat16 is mixed precision", choices=schema.DTYPES)
-    parts = "parts of a batch that go through the model one by one, to save memory"
+    override("--length", "texts are cut or padded to this many tokens", type=int, metavar="TOKENS")
+    override("--epochs", "number of epochs", type=int)
+    override("--batch-size", "examples per step", type=int)
+    override("--learning-rate", "initial learning rate of Adam", type=float)
+    override("--compute-dtype", "bfloat16 means mixed precision", choices=schema.DTYPES)
+    parts = "split each batch into PARTS and run them one after the other, to save memory"
     override("--accumulate", parts, type=int, metavar="PARTS")
     sub.add_argument(
         "--save-every",
         type=_positive,
         metavar="EPOCHS",
-        help="epochs between checkpoints (default: 1, or a twentieth of the run)",
+        help="epochs between checkpoints (default: 1, or a twentieth of a long run)",
     )
     sub.add_argument(
         "--parallel",
         choices=tuple(devices.WAYS),
         default=devices.Sharded.name,
-        help="how all devices share a batch: jit over a mesh, or pmap (default: %(default)s)",
+        help="how a batch is divided among the devices: jit over a mesh of all devices, pmap, or "
+        "alone for the first device only (default: %(default)s)",
     )
     _add_hosts(sub)
 
@@ -117,8 +122,8 @@ def _add_baseline(subs) -> None:
         "baseline",
         commands.run_baseline,
         "print the accuracy of a linear model on a recipe's data",
-        "Logistic regression on the pixels, or on which tokens a text holds, fitted to the same "
-        "training examples that the teacher gets.",
+        "Fits logistic regression to the pixels of an image, or to the set of tokens of a text, on "
+        "the training examples of the teacher.",
     )
     _add_recipe(sub)
 
@@ -128,7 +133,7 @@ def _add_recipe(sub) -> None:
         "recipe", metavar="RECIPE", help=f"one of: {', '.join(sorted(catalogue.RECIPES))}"
     )
     sub.add_argument(
-        "--preset", choices=schema.PRESETS, help="size (default: full where there is both)"
+        "--preset", choices=schema.PRESETS, help="size (default: full if the recipe has both)"
     )
     _add_data_dir(sub)
 
@@ -141,15 +146,18 @@ def _positive(text: str) -> int:
 
 
 def _add_hosts(sub) -> None:
-    """A run of several processes: the same command in each, with its own ``--process-id``."""
+    """Adds the options of a run on several hosts.
+
+    Every host runs the same command with its own ``--process-id``.
+    """
     group = sub.add_argument_group("several hosts")
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="of process 0; auto on Slurm and TPU pods (default: one process)",
+        help="address of process 0, or auto on Slurm and TPU pods (default: one process)",
     )
-    group.add_argument("--num-processes", type=_positive, metavar="N")
-    group.add_argument("--process-id", type=int, metavar="I", help="from 0")
+    group.add_argument("--num-processes", type=_positive, metavar="N", help="number of processes")
+    group.add_argument("--process-id", type=int, metavar="I", help="this process, counted from 0")
 
 
 def _add_compile(subs) -> None:
@@ -157,8 +165,8 @@ def _add_compile(subs) -> None:
         subs,
         "compile",
         commands.run_compile,
-        "compile a trained teacher to a layer without the Sinkhorn loop",
-        "Fits the layers on unlabeled training images, prints the report on held-out ones and "
+        "compile a trained teacher to layers without the Sinkhorn loop",
+        "Fits the layers on unlabeled training examples, prints a report on held-out examples and "
         f"saves the compiled layers as {run_folder.ARTEFACT} in the run folder.",
     )
     _add_run(sub)
@@ -175,9 +183,9 @@ def _add_ablate(subs) -> None:
         subs,
         "ablate",
         commands.run_ablate,
-        "print every method and ablation row of the paper on one teacher",
-        "Compiles the teacher in every way of the paper's tables (LS and KL, fit sizes, slice "
-        "counts, shared coefficients, other features, both duals without a c-transform, the "
+        "measure all methods and ablations of the paper on one teacher",
+        "Compiles the teacher with every setting in the paper's tables (LS and KL, fit sizes, "
+        "slice counts, shared coefficients, other features, both duals without a c-transform, the "
         "residual fit with token bias) and prints one table with break-even points.",
     )
     _add_run(sub)
@@ -190,11 +198,11 @@ def _add_study(subs) -> None:
         subs,
         "study",
         commands.run_study,
-        "measure operators side by side on several teachers and seeds",
-        "fidelity: softmax, Sinkhorn budgets, the paper's ASAP, moments and the automatic fit "
-        "for 1, 2 and 3 closures on every teacher; medians and ranges over the seeds of a recipe, "
-        "as tables and as a plot of attention rel-l2 over closures. ideas: one change of the fit "
-        "at a time on each teacher, those that do not help too.",
+        "compare operators on several teachers and seeds",
+        "fidelity: measures softmax, Sinkhorn budgets, the paper's ASAP, moments and the automatic "
+        "fit for 1, 2 and 3 closures on every teacher. It writes medians and ranges over the seeds "
+        "of a recipe as tables, and plots attention rel-l2 over closures. ideas: changes one "
+        "setting of the fit at a time on each teacher, including changes that do not help.",
     )
     sub.add_argument("what", choices=("fidelity", "ideas"))
     runs = sub.add_argument(
@@ -205,25 +213,25 @@ def _add_study(subs) -> None:
         type=pathlib.Path,
         help="run folders of `train`",
     )
-    runs.required = False  # the command says what to do without any
+    runs.required = False  # without run folders, the command itself explains what to do
     _add_data_dir(sub)
     sub.add_argument(
         "--test-examples",
         type=_positive,
         metavar="N",
-        help="test examples to measure on, at most (default: "
-        f"{teacher_figures.TEST_EXAMPLES}, of ideas {ideas.TEST_EXAMPLES})",
+        help="largest number of test examples to measure on (default: "
+        f"{teacher_figures.TEST_EXAMPLES}; for ideas {ideas.TEST_EXAMPLES})",
     )
     _add_calibration(sub, "--calibration", compile_teacher.NUM_IMAGES)
     sub.add_argument(
         "--thorough",
         action="store_true",
-        help="fidelity: let the automatic fit try the candidates that take long to fit too",
+        help="fidelity only: let the automatic fit also try candidates that take long to fit",
     )
     sub.add_argument(
         "--again",
         action="store_true",
-        help="measure again although a run folder has figures under the same settings",
+        help="measure again, even if a run folder has figures for the same settings",
     )
     files = "study.md, .json and .png, or ideas.md and .json"
     _add_out(sub, files, run_folder.DEFAULT / "study")
@@ -234,10 +242,10 @@ def _add_refresh(subs) -> None:
         subs,
         "refresh",
         commands.run_refresh,
-        "train a compiled model on a little, beside the teacher trained on as long",
+        "train a compiled model for a few more epochs, and its teacher for comparison",
         "The paper's refresh: compiles with a residual log-sum-exp fit and a token bias, then "
-        "trains coefficients, token bias, output projection, norms and classifier on labels; the "
-        "control trains the teacher for as many epochs.",
+        "trains coefficients, token bias, output projection, norms and classifier on labels. For "
+        "comparison, the teacher is trained for the same number of epochs.",
     )
     _add_run(sub)
     sub.add_argument("--epochs", type=int, default=refresh.EPOCHS, help="(default: %(default)s)")
@@ -249,7 +257,7 @@ def _add_refresh(subs) -> None:
     sub.add_argument(
         "--sort-gradients",
         action="store_true",
-        help="let almost-everywhere sort gradients flow through the features (default: frozen)",
+        help="pass gradients through the sorts in the features (default: the features are frozen)",
     )
 
 
@@ -262,16 +270,16 @@ def _add_bench(subs) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="token counts (default: the benchmark's)",
+        help="token counts (default: depends on the benchmark)",
     )
     sub.add_argument(
         "--shapes",
         nargs="*",
         choices=(*bench.layer.NAMED, "sharp"),
         metavar="NAME",
-        help=f"further shapes of layer: {', '.join(bench.layer.NAMED)}, sharp (default: all)",
+        help=f"further layer shapes: {', '.join(bench.layer.NAMED)}, sharp (default: all)",
     )
-    _add_out(sub, "the table as JSON and Markdown (default: none)")
+    _add_out(sub, "the table as JSON and Markdown (default: write nothing)")
 
 
 def _add_evaluate(subs) -> None:
@@ -279,15 +287,16 @@ def _add_evaluate(subs) -> None:
         subs,
         "evaluate",
         commands.run_evaluate,
-        "print the fidelity and speed table of a teacher and its replacements",
-        "Swaps softmax, smaller Sinkhorn budgets and, where there is one, the compiled layers "
-        "into the trained model and measures accuracy, fidelity and time on the test split.",
+        "compare a teacher with its replacements in fidelity and speed",
+        "Replaces the attention of the trained model by softmax, by smaller Sinkhorn budgets and, "
+        "if they exist, by the compiled layers. Measures accuracy, fidelity and time on the test "
+        "split.",
     )
     _add_run(sub)
     sub.add_argument(
         "--artefact",
         metavar="FILE",
-        help=f"compiled layers (default: RUN/{run_folder.ARTEFACT} if it is there)",
+        help=f"file of the compiled layers (default: RUN/{run_folder.ARTEFACT} if it exists)",
     )
     _add_rounds(sub, 30)
     _add_out(sub, "fidelity.md and .json (default: RUN)")
@@ -303,12 +312,12 @@ def _add_data_dir(sub) -> None:
     sub.add_argument(
         "--data-dir",
         metavar="DIR",
-        help=f"TFDS folder, array_record form (default: ${VARIABLE}, else the packaged images)",
+        help=f"TFDS folder of array_record files (default: ${VARIABLE}, else the packaged images)",
     )
 
 
 def _add_override(sub, flag: str, text: str, **settings) -> None:
-    """A setting of the recipe that the command line may change."""
+    """Adds an option that changes a setting of the recipe."""
     sub.add_argument(flag, help=f"{text} (default: the recipe's)", **settings)
 
 
@@ -322,7 +331,7 @@ def _add_calibration(sub, name: str, default: int) -> None:
 
 
 def _add_rounds(sub, default: int) -> None:
-    text = "timed calls of each row (default: %(default)s)"
+    text = "number of timed calls of each row (default: %(default)s)"
     sub.add_argument("--rounds", type=int, default=default, help=text)
 
 

@@ -1,1 +1,1 @@
-"""Data sets: reading, resizing, tokens."""
+"""Data sets: reads them, resizes images, makes tokens."""

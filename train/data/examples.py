@@ -1,7 +1,7 @@
 """One split in memory, and its shuffled training batches.
 
-A batch is a pure function of the seed and the step, so a resumed run sees what an uninterrupted
-one would have seen.
+A batch depends only on the seed and the step, so a resumed run sees the same batches as an
+uninterrupted one.
 """
 
 import dataclasses
@@ -18,10 +18,11 @@ class Examples:
 
     Attributes:
       values: images ``(examples, height, width, channels)`` uint8, 0 to 255; or texts
-        ``(examples, length)`` int32 tokens, ``PAD`` after the end, no row all pads.
+        ``(examples, length)`` int32 tokens, filled up with ``PAD``. Every text has a token that is
+        not ``PAD``.
       labels: ``(examples,)`` int32.
       class_names: one name per label.
-      unit: what the examples are, for messages.
+      unit: ``"images"`` or ``"texts"``, for messages.
     """
 
     values: np.ndarray
@@ -38,9 +39,9 @@ class Examples:
 
 
 class Batches:
-    """Shuffled training batches, a pure function of the seed and the step.
+    """Shuffled training batches.
 
-    An epoch is a fresh permutation; what is left over after whole batches is dropped.
+    Every epoch has a new order. Examples that do not fill a last batch are dropped.
     """
 
     def __init__(self, examples: Examples, inputs, batch_size: int, seed: int):
@@ -48,8 +49,8 @@ class Batches:
 
         Args:
           examples: the split.
-          inputs: ``Pixels`` or ``Tokens``, how an example becomes an input.
-          batch_size: examples a batch.
+          inputs: ``Pixels`` or ``Tokens``, which turn examples into inputs of the model.
+          batch_size: examples per batch.
           seed: fixes order and augmentation.
 
         Raises:
@@ -57,7 +58,7 @@ class Batches:
         """
         if not 1 <= batch_size <= len(examples):
             raise UserError(
-                f"batch_size {batch_size} must be in 1..{len(examples)}, the training "
+                f"batch_size {batch_size} must be in 1..{len(examples)}, the number of training "
                 f"{examples.unit}"
             )
         self.examples = examples
@@ -71,12 +72,12 @@ class Batches:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
 
     def at(self, step: int, share: tuple[int, int] = (0, 1)) -> tuple[np.ndarray, np.ndarray]:
-        """Batch of a step, counted from 0 over all epochs.
+        """The batch of a step.
 
         Args:
-          step: which.
-          share: ``(index, count)``: give only that one of ``count`` equal parts of the batch; the
-            parts together are the batch that one process would have drawn.
+          step: counted from 0 over all epochs.
+          share: ``(index, count)`` of this process. The batch is cut into ``count`` equal parts and
+            part ``index`` is returned. Together the parts are the batch of a single process.
 
         Returns:
           ``(inputs, labels)``: normalised float32 images ``(batch, height, width, channels)`` or

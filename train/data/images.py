@@ -1,4 +1,4 @@
-"""How images become the model's input."""
+"""Turns images into inputs of the model."""
 
 import dataclasses
 import os
@@ -11,14 +11,14 @@ from train.data.examples import Examples
 
 @dataclasses.dataclass(frozen=True)
 class Pixels:
-    """How pixels become the model's input: normalised, and changed a little while training.
+    """Turns images into inputs of the model: normalises them, and augments them in training.
 
     Attributes:
       shape: height, width and channels; images of another size are resized.
       mean, std: per channel, of pixels scaled to 0..1.
-      shift: training images are moved by up to this many pixels each way, edges repeated.
-      flip: training images are mirrored left to right half of the time.
-      crop: training images are a random part of the image, resized (the papers' Cats and Dogs).
+      shift: training images are moved by up to this many pixels each way; edges are repeated.
+      flip: training images are mirrored left to right with probability 1/2.
+      crop: training images are a random part of the image, resized (paper, Cats and Dogs).
     """
 
     shape: tuple[int, int, int]
@@ -39,17 +39,17 @@ class Pixels:
         return self.normalise(examples.values)
 
     def training(self, examples: Examples, rng: np.random.Generator) -> np.ndarray:
-        """As ``prepare``, changed at random as training images are."""
+        """As ``prepare``, but after random augmentation."""
         return self.normalise(self.augment(examples.values, rng))
 
     def normalise(self, images: np.ndarray) -> np.ndarray:
-        """Float32 images of mean about 0 and spread about 1, from uint8 of the same shape."""
+        """Float32 images with mean about 0 and standard deviation about 1, from uint8 images."""
         mean = np.asarray(self.mean, np.float32)
         std = np.asarray(self.std, np.float32)
         return (images.astype(np.float32) / np.float32(255) - mean) / std
 
     def augment(self, images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Moves and mirrors uint8 images ``(batch, height, width, channels)`` at random."""
+        """Crops, mirrors and moves uint8 images ``(batch, height, width, channels)`` at random."""
         count, height, width, _ = images.shape
         if self.crop:
             images = np.stack([resizing.random_crop(image, rng) for image in images])
@@ -71,7 +71,10 @@ class Pixels:
     def load(
         self, splits: dict[str, list[dict]], run: str | os.PathLike | None
     ) -> dict[str, np.ndarray]:
-        """The images of each split, as ``Examples`` holds them; ``run`` is for texts."""
+        """The resized images of each split, for ``Examples.values``; ``run`` is for texts only."""
         del run
-        resize = lambda one: resizing.resize(one["image"], self.shape[:2])
-        return {name: np.stack([resize(one) for one in read]) for name, read in splits.items()}
+        resize = lambda example: resizing.resize(example["image"], self.shape[:2])
+        return {
+            name: np.stack([resize(example) for example in examples])
+            for name, examples in splits.items()
+        }

@@ -2,7 +2,7 @@
 
 ``python -m train.data.make_packaged --data-dir FULL_COPY`` takes the first 200 training and the
 first 50 test images of each class from a full copy in TFDS's array_record form, in the order of
-that copy, and writes a folder of the same form: the same bytes a record, only fewer of them.
+that copy. It writes a folder of the same form, and copies each record byte for byte.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def copy_split(source: Any, target: pathlib.Path, per_class: int) -> int:
     """Writes the balanced part of one split as a single shard.
 
     Args:
-      source: the split of the full copy, as ``tfds.data_source`` gives it.
+      source: the split of the full copy, from ``as_data_source`` of its TFDS builder.
       target: the shard to write.
       per_class: examples of each class.
 
@@ -74,11 +74,11 @@ def make(full_copy: str, out: pathlib.Path) -> pathlib.Path:
       The folder of the data set's version.
 
     Raises:
-      UserError: no full copy there.
+      UserError: there is no full copy in ``full_copy``.
     """
     builder = tfds.builder(NAME, full_copy)
     origin = pathlib.Path(builder.data_path)
-    target = out / NAME / builder.version.__str__()
+    target = out / NAME / str(builder.version)
     shutil.rmtree(out / NAME, ignore_errors=True)
     target.mkdir(parents=True)
     info = json.loads((origin / "dataset_info.json").read_text())

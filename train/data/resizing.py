@@ -1,4 +1,4 @@
-"""Resizing and random crops of images (paper, Cats and Dogs: the Sinkformer protocol)."""
+"""Resizes images and crops them at random (paper, Cats and Dogs: the Sinkformer protocol)."""
 
 import math
 
@@ -7,19 +7,19 @@ import numpy as np
 from train.runtime.errors import need
 
 AREA = (0.08, 1.0)  # share of the image that a random crop covers
-ASPECT = (3 / 4, 4 / 3)
-TRIES = 10
+ASPECT = (3 / 4, 4 / 3)  # width over height of a crop
+TRIES = 10  # crops drawn before the whole image is used
 
 
 def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Bilinear, antialiased.
+    """Resizes an image, bilinear with antialiasing.
 
     Args:
       image: ``(height, width, channels)`` uint8, one or three channels.
       size: new height and width.
 
     Returns:
-      ``(*size, channels)`` uint8; the image itself where it has that size.
+      ``(*size, channels)`` uint8. An image that already has this size is returned unchanged.
     """
     if image.shape[:2] == tuple(size):
         return image
@@ -32,8 +32,8 @@ def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 def crop_window(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """Top, left, height and width of a random part of an image.
 
-    Its area is a uniform share ``AREA`` of the image and its aspect ratio log-uniform in
-    ``ASPECT``; after ``TRIES`` that do not fit, the whole image.
+    Its share of the area is uniform in ``AREA`` and its aspect ratio is log-uniform in ``ASPECT``.
+    The result is the whole image if ``TRIES`` draws did not fit into it.
     """
     for _ in range(TRIES):
         area = height * width * rng.uniform(*AREA)

@@ -1,7 +1,7 @@
-"""Text sets as padded token numbers, with a tokenizer trained on the training split.
+"""Turns texts into padded token numbers, with a tokenizer trained on the training split.
 
-A text is cut into byte-pair pieces of words, the first ``length`` of them are used and short texts
-are padded at the end.  The tokenizer is stored in the run folder, beside the checkpoints.
+A text is cut into byte-pair pieces of words.  The first ``length`` pieces are used, and shorter
+texts are padded at the end.  The tokenizer is stored in the run folder, beside the checkpoints.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ FILE = "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """How a text becomes the model's input.
+    """Turns texts into inputs of the model.
 
     Attributes:
       features: names of the data set's features that make up the text, joined by a space.
-      vocab_size: pieces the tokenizer may use, the two special ones included.
-      length: first tokens of a text, the others are dropped.
-      unknown: share of the tokens of a training batch that are replaced by the unknown one.
+      vocab_size: largest number of pieces of the tokenizer, including ``[PAD]`` and ``[UNK]``.
+      length: number of tokens of an input; later tokens of a text are dropped.
+      unknown: share of the tokens of a training batch that are replaced by ``[UNK]``.
     """
 
     features: tuple[str, ...]
@@ -61,34 +61,36 @@ class Tokens:
         return examples.values
 
     def training(self, examples: Examples, rng: np.random.Generator) -> np.ndarray:
-        """As ``prepare``, with some tokens replaced by the unknown one."""
+        """As ``prepare``, with random tokens replaced by ``[UNK]``."""
         if not self.unknown:
             return examples.values
         hidden = rng.random(examples.values.shape) < self.unknown
         return np.where(hidden & (examples.values != PAD), np.int32(UNKNOWN), examples.values)
 
     def join(self, example: dict) -> str:
-        """The text of one example as TFDS gives it (features in UTF-8)."""
+        """The text of one example from TFDS, whose features are UTF-8 bytes."""
         return " ".join(example[name].decode("utf-8", "replace") for name in self.features)
 
     def load(
         self, splits: dict[str, list[dict]], run: str | os.PathLike | None
     ) -> dict[str, np.ndarray]:
-        """The tokens of each split, as ``Examples`` holds them.
+        """The tokens of each split, for ``Examples.values``.
 
         Args:
-          splits: examples as TFDS gives them; ``"train"`` must be there.
+          splits: the examples of each split from TFDS; must have ``"train"``.
           run: the run folder that stores the tokenizer, or None.
 
         Raises:
-          UserError: a feature is not in the data set; the stored tokenizer does not fit.
+          UserError: a feature is not in the data set, or the stored tokenizer cannot be used.
         """
-        for read in splits.values():
-            if missing := [name for name in self.features if name not in read[0]]:
+        for examples in splits.values():
+            if missing := [name for name in self.features if name not in examples[0]]:
                 raise UserError(
-                    f"the data set has no feature {missing[0]!r}, only {', '.join(read[0])}"
+                    f"the data set has no feature {missing[0]!r}, only {', '.join(examples[0])}"
                 )
-        texts = {name: [self.join(one) for one in read] for name, read in splits.items()}
+        texts = {
+            name: [self.join(example) for example in examples] for name, examples in splits.items()
+        }
         tokenizer = tokenizer_for(texts["train"], self, run)
         return {name: encode(tokenizer, rows, self.length) for name, rows in texts.items()}
 
@@ -96,12 +98,12 @@ class Tokens:
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     """A lower-casing byte-pair tokenizer of at most ``vocab_size`` pieces.
 
-    The same texts give the same pieces and numbers (the library's word-piece trainer numbers its
-    pieces differently each time).
+    Byte pairs, because the same texts then always give the same pieces with the same numbers. The
+    library's word-piece trainer numbers its pieces differently each time.
 
     Args:
       texts: the training split, and nothing else.
-      vocab_size: upper bound, the special pieces included.
+      vocab_size: largest number of pieces, including the special ones.
 
     Returns:
       A ``tokenizers.Tokenizer``.
@@ -119,9 +121,9 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
 
 
 def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike | None) -> Any:
-    """The run's tokenizer: the stored one, else one trained on ``texts`` and stored.
+    """Loads the tokenizer of a run; if there is none, trains it on ``texts`` and stores it.
 
-    Of several hosts each trains the same one and the first stores it.
+    On several hosts, every host trains the same tokenizer and the first host stores it.
 
     Args:
       texts: the training split.
@@ -129,7 +131,7 @@ def tokenizer_for(texts: Sequence[str], tokens: Tokens, run: str | os.PathLike |
       run: the run folder, or None to store nothing.
 
     Raises:
-      UserError: the stored one is damaged, or of another size of vocabulary.
+      UserError: the stored tokenizer is damaged, or has more pieces than ``tokens`` allows.
     """
     path = None if run is None else pathlib.Path(run) / FILE
     if path is not None and path.exists():

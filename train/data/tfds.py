@@ -12,12 +12,13 @@ VARIABLE = "TFDS_DATA_DIR"
 
 
 def resolve(data_dir: str | os.PathLike | None, *, packaged: bool = False) -> pathlib.Path:
-    """The TFDS folder to read: the argument, else the environment, else the packaged folder.
+    """The TFDS folder to read.
+
+    It is ``data_dir``, else the environment variable ``TFDS_DATA_DIR``, else the packaged folder.
 
     Args:
-      data_dir: what the user gave with ``--data-dir``.
-      packaged: skip the environment variable ``TFDS_DATA_DIR`` (recipes made for the packaged
-        images).
+      data_dir: the value of ``--data-dir``, or None.
+      packaged: ignore the environment variable; for recipes made for the packaged images.
     """
     if data_dir is not None:
         return pathlib.Path(data_dir).expanduser()
@@ -30,12 +31,12 @@ def builder(name: str, data_dir: str | os.PathLike) -> Any:
     """The TFDS builder of a prepared data set.
 
     Args:
-      name: name in the TFDS catalogue, or of a folder in ``data_dir``.
+      name: name of the data set in the TFDS catalogue, or of its folder in ``data_dir``.
       data_dir: TFDS folder.
 
     Raises:
-      UserError: TFDS is not installed, or the set is not there in array_record form; the message
-        says what to run.
+      UserError: TFDS is not installed, or ``data_dir`` does not have the data set in array_record
+        form. The message says what to run.
     """
     tfds = need("tensorflow_datasets")
     need("array_record.python.array_record_module")
@@ -49,7 +50,7 @@ def builder(name: str, data_dir: str | os.PathLike) -> Any:
     if not ready:
         raise UserError(
             f"no data set {name!r} in array_record form in {data_dir}: name a TFDS folder that has "
-            f"it (--data-dir DIR or {VARIABLE}=DIR), or make one with `pip install tensorflow "
+            f"it (--data-dir DIR or {VARIABLE}=DIR), or make it with `pip install tensorflow "
             f'importlib_resources && python -c "import tensorflow_datasets as t; '
             f"t.builder('{name}', data_dir='DIR', file_format='array_record')"
             f'.download_and_prepare()"`'
@@ -58,22 +59,22 @@ def builder(name: str, data_dir: str | os.PathLike) -> Any:
 
 
 def read(name: str, split: str, data_dir: str | os.PathLike) -> tuple[list[dict], tuple[str, ...]]:
-    """All examples of one split as TFDS gives them, and the names of the classes.
+    """All examples of one split, and the names of the classes.
 
     Args:
-      name: name in the TFDS catalogue.
+      name: name of the data set in the TFDS catalogue.
       split: a TFDS split, such as ``"train"`` or ``"test[:100]"``.
       data_dir: TFDS folder.
 
     Raises:
-      UserError: the set or the split is not there.
+      UserError: the data set or the split does not exist.
     """
     source = builder(name, data_dir)
-    whole = split.split("[")[0]
-    if whole not in source.info.splits:
+    split_name = split.split("[")[0]
+    if split_name not in source.info.splits:
         raise UserError(
-            f"data set {name!r} in {data_dir} has no split {whole!r}, "
-            f"only {', '.join(source.info.splits)}: prepare the whole set again"
+            f"data set {name!r} in {data_dir} has no split {split_name!r}, "
+            f"only {', '.join(source.info.splits)}: prepare the whole data set again"
         )
     with _quiet():
         records = source.as_data_source(split)

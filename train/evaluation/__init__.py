@@ -1,1 +1,1 @@
-"""A trained teacher compiled and measured."""
+"""Compiles and measures a trained teacher."""

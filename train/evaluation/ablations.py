@@ -1,7 +1,7 @@
-"""Every method row and ablation row of the paper's tables, on one trained teacher.
+"""All methods and ablations of the paper's tables, on one trained teacher.
 
-A setting says how a layer is compiled and which ending it runs; settings that share a fit share
-one compile. The rows carry the paper's names.
+A setting says how a layer is compiled and which ending it runs. Settings with the same fit share
+one compile. The rows have the names of the paper.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ IMAGES = (512, 1024, 4096)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row.
+    """One row of the table.
 
     Attributes:
       name: the paper's name of the row.
       fit: how the layers are fitted.
-      closures: the ending to run. All endings but ``"none"`` share one fit.
-      num_images: calibration examples M.
+      closures: the ending to run. All endings except ``"none"`` share one fit.
+      num_images: number of calibration examples, the paper's M.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Setting:
 
     @property
     def compiled_closures(self) -> str:
-        """The closures to compile for: two-sided layers run one-sided as well."""
+        """The closures to compile for. Layers compiled for two-sided closures run one-sided too."""
         return "none" if self.closures == "none" else "two_sided"
 
 
@@ -46,8 +46,8 @@ def settings(fit: aj.PaperFit, images: Sequence[int] = IMAGES) -> list[Setting]:
     """All rows: main methods, fit sizes, slice counts, design ablations, the MNIST variant.
 
     Args:
-      fit: the paper's defaults, possibly with another ridge and so on.
-      images: fit sizes M of the sweep.
+      fit: the fit that the rows change.
+      images: numbers of calibration examples to try.
     """
     change = lambda **changes: dataclasses.replace(fit, **changes)
     endings = (("-0", "one_sided"), ("", "two_sided"))
@@ -82,12 +82,12 @@ def settings(fit: aj.PaperFit, images: Sequence[int] = IMAGES) -> list[Setting]:
 
 
 def residual_fit(fit: aj.PaperFit, *, num_slices: int) -> aj.PaperFit:
-    """The paper's MNIST variant: the residual to the first row step, and a bias per token."""
+    """The paper's MNIST variant: a fit of the residual to the first row step, and a token bias."""
     return dataclasses.replace(fit, num_slices=num_slices, baseline="first_step", token_bias=True)
 
 
-def shared_by(row: Setting) -> tuple:
-    """What two rows must have in common to share a fit."""
+def fit_key(row: Setting) -> tuple:
+    """Rows with equal keys share one fit."""
     return row.fit, row.compiled_closures, row.num_images
 
 
@@ -97,10 +97,10 @@ def compile_rows(
     rows: list[Setting],
     report: Callable[[str], None] = lambda text: None,
 ) -> list[Operator]:
-    """Compiles every setting, one fit for settings that share it, as table rows.
+    """Compiles every setting and gives its table row; settings with the same fit share it.
 
     Args:
-      teacher: a trained one.
+      teacher: a trained teacher.
       examples: the training split; labels are not used.
       rows: what to compile.
       report: called with the name of the row being compiled.
@@ -108,7 +108,7 @@ def compile_rows(
     fitted: dict[tuple, aj.CompileResult] = {}
     result = []
     for row in rows:
-        key = shared_by(row)
+        key = fit_key(row)
         if key not in fitted:
             report(row.name)
             options = aj.Options(fit=row.fit, closures=row.compiled_closures, seed=teacher.seed)
@@ -126,8 +126,8 @@ def run(
     """One table with every row, and the break-even points of the default fit.
 
     Args:
-      teacher: a trained one with column- or row-ending Sinkhorn attention.
-      split: its data; fit sizes beyond the training split are left out.
+      teacher: a trained teacher with Sinkhorn attention.
+      split: its data. Fit sizes larger than the training split are left out.
       rounds: timed calls of each row.
     """
     fit = aj.PaperFit()
@@ -135,7 +135,7 @@ def run(
     rows = settings(fit, images)
     options = aj.Options(fit=fit, seed=teacher.seed)
     default = compile_teacher.compile_teacher(teacher, split.train, options)
-    fits = len({shared_by(row) for row in rows})
+    fits = len({fit_key(row) for row in rows})
     with progress.bar("compile", fits) as report:
         counted = iter(range(1, fits + 1))
         more = compile_rows(
@@ -150,7 +150,7 @@ def run(
         rounds=rounds,
     )
     left_out = [str(count) for count in IMAGES if count not in images]
-    facts = {"fit": f"M={compile_teacher.NUM_IMAGES} images where a row says no other"}
+    facts = {"fit": f"M={compile_teacher.NUM_IMAGES} images unless the row says otherwise"}
     if left_out:
         facts["left out"] = f"M={', '.join(left_out)}: more than {len(split.train)} images"
     points = breakeven.report(table, default.report.fit_seconds, teacher.recipe.spec)

@@ -1,4 +1,4 @@
-"""When a fit has paid for itself (paper, Appendix "Online and Offline Cost")."""
+"""How many batches it takes to save the time of a fit (paper, "Online and Offline Cost")."""
 
 import dataclasses
 import math
@@ -9,14 +9,16 @@ from train.evaluation.fidelity_table import FidelityTable
 
 @dataclasses.dataclass(frozen=True)
 class BreakEven:
-    """What one compiled operator saves against one baseline.
+    """The time that one compiled operator saves compared with one baseline.
 
     Attributes:
       operator, baseline: row names.
-      closures: R, c-transforms of one forward pass.
-      fit_seconds: one fit of all layers, teacher extraction included.
-      saved_milliseconds: baseline less operator, a batch; negative when the operator is slower.
-      batches: passes after which the time saved equals the fit's; infinite when it never does.
+      closures: R, the number of c-transforms in one forward pass.
+      fit_seconds: time of one fit of all layers, including the teacher's forward passes.
+      saved_milliseconds: time of the baseline minus time of the operator, per batch; negative if
+        the operator is slower.
+      batches: number of batches after which the saved time equals the time of the fit; infinite if
+        the operator is not faster.
     """
 
     operator: str
@@ -37,12 +39,12 @@ class BreakEven:
 
 
 def report(table: FidelityTable, fit_seconds: float, spec: aj.SinkhornSpec) -> list[BreakEven]:
-    """Break-even of ASAP-0 and ASAP against the teacher and the S=3 normalizer.
+    """Break-even points of ASAP-0 and ASAP against the teacher and against Sinkhorn with S=3.
 
     Args:
       table: a fidelity table with rows ``"ASAP-0"``, ``"ASAP"``, ``"Sinkhorn S=3"``, ``"teacher"``.
-      fit_seconds: of the compile.
-      spec: the teacher's.
+      fit_seconds: time of the compile.
+      spec: spec of the teacher.
     """
     lines = []
     for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided")):

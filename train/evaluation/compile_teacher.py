@@ -20,12 +20,13 @@ BATCH_SIZE = 64
 def calibration_batches(
     teacher: Teacher, examples: Examples, num_images: int = NUM_IMAGES
 ) -> Iterator[np.ndarray]:
-    """Inputs of the model ``(batch, ...)``, drawn without their labels.
+    """Draws batches of model inputs ``(batch, ...)``, without their labels.
 
     Args:
-      teacher: gives the preparation and the seed of the draw.
+      teacher: its recipe prepares the inputs and its seed fixes the draw.
       examples: the training split.
-      num_images: how many to draw, at most all; whole batches only.
+      num_images: number of examples to draw, at most all of them. A last batch that is not full is
+        dropped.
     """
     count = min(num_images, len(examples))
     size = min(BATCH_SIZE, max(count // 5, 1))
@@ -39,20 +40,20 @@ def compile_teacher(
 ) -> aj.CompileResult:
     """Fits the compiled layers of a Sinkhorn teacher.
 
-    Of several processes each takes its share of the examples, and their sums are added up.
+    With several processes, each takes its share of the batches, and the sums are added up.
 
     Args:
-      teacher: a trained one.
+      teacher: a trained teacher.
       examples: the training split; labels are not used.
       options: how to fit, for how many closures, with which seed.
-      num_images: calibration examples; a share of the batches is held out for the report.
+      num_images: number of calibration examples; some batches are held out for the report.
 
     Returns:
-      What ``aj.linen.compile`` returns: ``.variables`` and ``.report``.
+      The result of ``aj.linen.compile``, with ``.variables`` and ``.report``.
 
     Raises:
       UserError: the teacher's attention is not Sinkhorn.
-      ValueError: settings out of range, or a teacher whose budget is 1.
+      ValueError: settings are out of range, or the teacher has only one Sinkhorn step.
     """
     if teacher.recipe.attention != "sinkhorn":
         raise UserError(
@@ -72,13 +73,13 @@ def moment_rows(
     counts: Sequence[int] = (1, 2, 3),
     num_images: int = NUM_IMAGES,
 ) -> list[Operator]:
-    """The library's moments fit, once for each number of closures.
+    """Table rows of the library's moments fit, one for each number of closures.
 
     Args:
-      trained: a Sinkhorn teacher of more steps than any of ``counts``.
+      trained: a Sinkhorn teacher with more steps than any of ``counts``.
       examples: the training split.
       counts: numbers of closures.
-      num_images: calibration examples.
+      num_images: number of calibration examples.
     """
     rows = []
     for count in counts:
@@ -90,5 +91,5 @@ def moment_rows(
 
 
 def counted(family: str, count: int) -> str:
-    """The label of a row: ``"Moments, 2 closures"``."""
+    """The label of a row, for example ``"Moments, 2 closures"``."""
     return f"{family}, {count} closure{'s' if count > 1 else ''}"

@@ -1,8 +1,8 @@
-"""Measures what replacing a trained teacher's attention costs and saves, operator by operator.
+"""Measures fidelity and time of operators that replace a trained teacher's attention.
 
-A *case* is one test batch at one layer, on the queries, keys, values and mask that the teacher
-itself produced there; the attention columns are means over all cases (the paper's replacement
-benchmark).  Accuracy, agreement and time are of the whole model.
+A *case* is one test batch at one layer, with the queries, keys, values and mask that the teacher
+itself produced there.  The attention columns are means over all cases (the paper's replacement
+benchmark).  Accuracy, agreement and time are those of the whole model.
 """
 
 import collections
@@ -33,15 +33,15 @@ CAPTURE = "asap_capture"
 
 
 def capture(teacher: Operator, inputs: np.ndarray) -> dict[tuple[str, ...], Record]:
-    """What every Sinkhorn layer of the teacher attends to on a batch, by layer path.
+    """The inputs of every Sinkhorn layer of the teacher on a batch, by layer path.
 
     Args:
       teacher: a row whose model uses ``aj.linen.SinkhornAttention``.
-      inputs: of the model, ``(batch, ...)``.
+      inputs: inputs of the model, ``(batch, ...)``.
 
     Returns:
-      From a tuple of names to a record with ``query``, ``key``, ``value``, ``bias``, ``mask`` in
-      Flax's layout ``(..., length, heads, head_dim)``.
+      From the path of a layer, a tuple of names, to a record with ``query``, ``key``, ``value``,
+      ``bias``, ``mask`` in Flax's layout ``(..., length, heads, head_dim)``.
     """
     _, state = teacher.model.apply(teacher.variables, inputs, mutable=[CAPTURE])
     flat = flatten_dict(state[CAPTURE], is_leaf=lambda _, value: hasattr(value, "query"))
@@ -61,15 +61,16 @@ def case_metrics(
     """Fidelity and balance of one operator on one case.
 
     Args:
-      record: what the layer attended to.
+      record: the inputs of the layer, see ``capture``.
       state: the layer's compiled state, or None.
-      attend: the operator's, see ``Operator``.
-      reference: the teacher's.
+      attend: the operator's ``attend``, see ``Operator``.
+      reference: the teacher's ``attend``.
       key_mass: the teacher's convention for column sums.
       plan_kl: also measure the divergence of the teacher's plan from the operator's.
 
     Returns:
-      Scalars ``rel_l2``, ``output_rmse``, ``row_error`` and ``column_error``, and ``plan_kl``.
+      Scalars ``rel_l2``, ``output_rmse``, ``row_error`` and ``column_error``, and ``plan_kl`` if it
+      is wanted.
     """
     inputs = operators.inputs_of(record)
     output, weights = attend(state, *inputs)
@@ -87,11 +88,11 @@ def case_metrics(
 
 
 def marginals(record: Record, key_mass: str) -> tuple[jax.Array | None, jax.Array | None, Any]:
-    """Active queries, active keys and the column sum that the convention asks for.
+    """Active queries, active keys, and the target of the column sums.
 
     Returns:
-      ``(query_valid, key_valid, target)``: the first two ``(..., N)`` and ``(..., M)`` bools, or
-      None without a mask; the target is a number or ``(..., 1)``.
+      ``(query_valid, key_valid, target)``. The first two are bools ``(..., N)`` and ``(..., M)``,
+      or None without a mask. The target is a number or ``(..., 1)``.
     """
     shape = (record.query.shape[-3], record.key.shape[-3])
     if record.mask is None:
@@ -114,10 +115,11 @@ def case_values(
     """``case_metrics`` of all cases, by row name and metric, in the order of the batches.
 
     Args:
-      rows, teacher: what to measure, and the reference.
-      recipe: the teacher's.
-      inputs: of the model, ``(examples, ...)``.
-      report: called with the number of batches times rows done.
+      rows: the operators to measure.
+      teacher: the reference.
+      recipe: recipe of the teacher.
+      inputs: inputs of the model, ``(examples, ...)``.
+      report: called after every row of every batch with the number of those done so far.
       plan_kl: see ``case_metrics``.
     """
     values = {row.name: collections.defaultdict(list) for row in rows}
@@ -148,13 +150,13 @@ def batches_of(inputs: np.ndarray) -> list[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What was measured of one operator.
+    """The figures of one operator.
 
     Attributes:
       cases: ``case_metrics`` of all cases, by metric.
       accuracy: share of examples classified correctly.
       agreement: share of examples on which the prediction is the teacher's.
-      logit_kl: mean divergence of the teacher's answers from these.
+      logit_kl: mean KL divergence of the teacher's class probabilities from the operator's.
     """
 
     cases: dict[str, list[float]]
@@ -176,13 +178,14 @@ def figures(
     *,
     plan_kl: bool = False,
 ) -> dict[str, Figures]:
-    """Attention and answers of every operator on the same examples, by row name.
+    """Figures of every operator on the same examples, by row name.
 
     Args:
-      rows, teacher: what to measure, and the reference.
-      recipe: the teacher's.
+      rows: the operators to measure.
+      teacher: the reference.
+      recipe: recipe of the teacher.
       test: examples with labels.
-      report: called with the number of steps done, ``num_steps`` of them.
+      report: called with the number of steps done, out of ``num_steps``.
       plan_kl: see ``case_metrics``.
     """
     inputs = recipe.inputs.prepare(test)
@@ -197,16 +200,16 @@ def figures(
             agreement=float(aj.metrics.agreement(logits, expected)),
             logit_kl=logit_kl(logits, expected),
         )
-        report(done, f"answers under {row.name}")
+        report(done, f"predictions under {row.name}")
     return result
 
 
 def num_steps(num_examples: int, num_rows: int) -> int:
-    """Steps that ``figures`` reports: every row on every batch, then its answers."""
+    """Number of steps that ``figures`` reports: every row on every batch, then its predictions."""
     return (-(-num_examples // BATCH_SIZE) + 1) * num_rows
 
 
-@functools.cache  # equal models, such as those of several seeds, share their compiled programs
+@functools.cache  # so that equal models, such as those of several seeds, share compiled programs
 def jitted(model: nn.Module) -> Callable:
     """``model.apply``, jitted."""
     return jax.jit(model.apply)
@@ -230,11 +233,11 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def score_spread(record: Record, *, spec: aj.SinkhornSpec) -> jax.Array:
-    """Standard deviation of the scores that the mask lets through, mean over heads.
+    """Standard deviation of the scores that are not masked, mean over heads.
 
     Args:
-      record: what a layer attended to, see ``capture``.
-      spec: the teacher's, for the scale of the scores.
+      record: the inputs of a layer, see ``capture``.
+      spec: spec of the teacher, for the scale of the scores.
     """
     q, k = (jnp.swapaxes(x, -2, -3) for x in (record.query, record.key))
     scores = aj.scores(q, k, scale=spec.scale, bias=record.bias)
@@ -257,10 +260,10 @@ def measure(
     """The fidelity and speed table of one teacher.
 
     Args:
-      recipe: the teacher's; its attention must be Sinkhorn.
-      variables: the teacher's.
+      recipe: recipe of the teacher; its attention must be Sinkhorn.
+      variables: variables of the teacher.
       test: examples with labels.
-      compiled: variables that ``aj.linen.compile`` made; None leaves the ASAP rows out.
+      compiled: variables from ``aj.linen.compile``, or None for no rows of compiled layers.
       more: further rows.
       budgets: Sinkhorn budgets to swap in.
       rounds: timed forward passes of each row.
@@ -288,13 +291,13 @@ def measure(
         rows=tuple(
             Row(
                 name=name,
-                accuracy=one.accuracy,
-                agreement=one.agreement,
+                accuracy=values.accuracy,
+                agreement=values.agreement,
                 milliseconds=times[name],
                 ratio=times[name] / times[teacher.name],
-                **{metric: one.mean(metric) for metric in one.cases},
+                **{metric: values.mean(metric) for metric in values.cases},
             )
-            for name, one in measured.items()
+            for name, values in measured.items()
         ),
         facts={
             "data": f"{recipe.dataset}, {len(test)} test {test.unit}, none of them used to fit",

@@ -14,7 +14,7 @@ COLUMNS = {
     "milliseconds": ("ms per batch", "{:.1f}"),
     "ratio": ("time / teacher", "{:.2f}"),
 }
-"""Field of ``Row``: heading and format."""
+"""From a field of ``Row`` to its heading and format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Row:
     """One way to run the trained model.
 
     Attributes:
-      name: the operator.
+      name: name of the operator.
       accuracy: share of test examples classified correctly.
       agreement: share of test examples on which the prediction is the teacher's.
       rel_l2: relative Frobenius distance of the attention weights from the teacher's.
       output_rmse: root mean square difference of the head outputs.
       row_error, column_error: mean distance of the weights' row and column sums from their target.
-      milliseconds: one forward pass of the whole model.
-      ratio: that over the teacher's.
+      milliseconds: time of one forward pass of the whole model.
+      ratio: ``milliseconds`` over those of the teacher.
     """
 
     name: str
@@ -48,9 +48,9 @@ class FidelityTable:
     """The rows of one teacher.
 
     Attributes:
-      title: what was measured.
-      rows: in the order they are printed.
-      facts: what it was measured on and with which command.
+      title: title of the table.
+      rows: the rows, in the order in which they are printed.
+      facts: the data, the machine and the command.
     """
 
     title: str
@@ -58,7 +58,7 @@ class FidelityTable:
     facts: dict[str, str]
 
     def row(self, name: str) -> Row:
-        """The row of that name (KeyError when there is none)."""
+        """The row with this name; KeyError if there is none."""
         return {row.name: row for row in self.rows}[name]
 
     def report(self) -> Report:

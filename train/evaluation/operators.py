@@ -1,4 +1,4 @@
-"""The ways to run one trained model's attention that a fidelity table compares."""
+"""Operators: the ways to compute a trained model's attention that a fidelity table compares."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ class Operator:
 
     Attributes:
       name: the row's label.
-      model: the linen module that runs it.
-      variables: the module's variables; the parameters are the teacher's in every row.
+      model: the linen module with this operator.
+      variables: variables of the module; the parameters are the teacher's in every row.
       attend: ``attend(state, query, key, value, bias, mask)`` gives ``(output, weights)`` of a
-        layer with that compiled state (None for the others), on inputs in Flax's layout.
-      states: compiled states by layer path; empty for operators that need none.
+        layer, on inputs in Flax's layout. ``state`` is the layer's compiled state, or None.
+      states: compiled states by layer path; empty for operators without compiled layers.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Operator:
     states: Mapping[tuple[str, ...], aj.CompiledState] = dataclasses.field(default_factory=dict)
 
     def at(self, path: tuple[str, ...], record: Record) -> tuple[jax.Array, jax.Array]:
-        """``(output, weights)`` of the layer at ``path`` on what it recorded."""
+        """``(output, weights)`` of the layer at ``path`` on the inputs that it recorded."""
         return self.attend(self.states.get(path), *inputs_of(record))
 
 
@@ -47,7 +47,9 @@ def inputs_of(record: Record) -> tuple:
 
 
 def with_closures(variables: dict, closures: str | int) -> dict:
-    """Compiled variables with another ending; both of the paper's start from the same dual.
+    """Compiled variables with another ending.
+
+    One fit serves both endings of the paper, because they start from the same dual.
 
     Args:
       variables: linen variables with the ``"asap"`` collection.
@@ -63,11 +65,11 @@ def with_closures(variables: dict, closures: str | int) -> dict:
 
 
 def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -> list[Operator]:
-    """Softmax and smaller Sinkhorn budgets in the place of the teacher's attention.
+    """Rows with softmax and with smaller Sinkhorn budgets instead of the teacher's attention.
 
     Args:
-      recipe: the teacher's.
-      variables: the teacher's.
+      recipe: recipe of the teacher.
+      variables: variables of the teacher.
       budgets: numbers of Sinkhorn steps.
     """
     rows = [_softmax("softmax swap", recipe, variables)]
@@ -78,7 +80,7 @@ def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -
 
 
 def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
-    """ASAP-0 and ASAP of the paper's fits; one row of any other fit, closed as it was fitted."""
+    """Rows ASAP-0 and ASAP for the paper's fit; for any other fit one row with its own ending."""
     if any(state.closures not in aj.attention.CLOSURES for state in _states(variables).values()):
         return [compiled_row("compiled", recipe, variables)]
     return [
@@ -90,7 +92,7 @@ def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
 def compiled_row(
     name: str, recipe: Recipe, variables: dict, closures: str | int | None = None
 ) -> Operator:
-    """Compiled variables as a row, with the ending ``closures``, or each layer's own."""
+    """A row of compiled variables; ``closures`` is the ending, None for each layer's own."""
     ended = variables if closures is None else with_closures(variables, closures)
     return Operator(
         name, factory.build(recipe), ended, attend_compiled(recipe.spec), _states(ended)
@@ -98,7 +100,7 @@ def compiled_row(
 
 
 def teacher(recipe: Recipe, variables: dict) -> Operator:
-    """The teacher itself, the reference of every column."""
+    """The row of the teacher itself, which is the reference."""
     return _sinkhorn(TEACHER, recipe, variables, recipe.spec)
 
 
@@ -110,8 +112,8 @@ def _states(variables: dict) -> dict:
     return {path[:-1]: state for path, state in flat.items()}
 
 
-# An operator's ``attend`` is the same function for every teacher of one convention, so that seeds
-# share their compiled programs.
+# Teachers with equal specs get the same ``attend`` function, so that models of several seeds share
+# their compiled programs.
 
 
 def _softmax(name, recipe, variables) -> Operator:

@@ -1,4 +1,4 @@
-"""One head's attention under teacher, a cheaper Sinkhorn and ASAP, with row and column sums."""
+"""Draws one head's attention: the teacher, a cheaper Sinkhorn and ASAP, with their sums."""
 
 import dataclasses
 import pathlib
@@ -21,9 +21,9 @@ class Panel:
     """One operator's attention weights at the chosen head.
 
     Attributes:
-      title: the operator.
+      title: name of the operator.
       weights: ``(N, M)``, attention scale.
-      rel_l2: its distance from the teacher's weights.
+      rel_l2: relative distance of the weights from the teacher's.
     """
 
     title: str
@@ -32,13 +32,13 @@ class Panel:
 
 
 def panels(recipe: Recipe, compiled: dict, test: Examples) -> tuple[list[Panel], int, str]:
-    """Plans of a typical head.
+    """The panels of a typical head.
 
-    Of all layers and heads on the first test images it is the one at which the ratio of the
-    cheaper Sinkhorn's error to ASAP's is the median.
+    It is chosen among all layers and heads on the first test images. It has the median ratio of the
+    cheaper Sinkhorn's error to ASAP's error.
 
     Returns:
-      ``(panels, index of the image, words for where the head is)``.
+      ``(panels, index of the image, text that says which layer and head it is)``.
     """
     teacher = operators.teacher(recipe, compiled)
     budget = 4 if recipe.spec.last_step == "column" else 3
@@ -71,9 +71,9 @@ def draw(recipe: Recipe, compiled: dict, test: Examples, path: pathlib.Path) -> 
     """Draws the picture as PNG.
 
     Args:
-      recipe: the teacher's.
-      compiled: variables that ``aj.linen.compile`` made; they hold the teacher's parameters too.
-      test: test examples, of which the first are used.
+      recipe: recipe of the teacher.
+      compiled: variables from ``aj.linen.compile``, which include the teacher's parameters.
+      test: test examples; only the first ones are used.
       path: file to write.
 
     Returns:
@@ -86,11 +86,11 @@ def draw(recipe: Recipe, compiled: dict, test: Examples, path: pathlib.Path) -> 
     grid = figure.add_gridspec(2, 3, height_ratios=(6, 5), **margins)
     darkest = np.sqrt(max(panel.weights.max() for panel in chosen))
     longest = max(panel.weights.sum(axis).max() for panel in chosen for axis in (0, 1))
-    off = np.quantile(np.abs([panel.weights - teacher for panel in chosen[1:]]), 0.998)
+    largest = np.quantile(np.abs([panel.weights - teacher for panel in chosen[1:]]), 0.998)
     for column, panel in enumerate(chosen):
         _draw_plan(figure, grid[0, column], panel, darkest, longest)
         if column:
-            _draw_difference(figure, grid[1, column], panel.weights - teacher, off)
+            _draw_difference(figure, grid[1, column], panel.weights - teacher, largest)
     _draw_image(figure, grid[1, 0], recipe, test, image, where)
     title = "One attention head and what its rows and columns sum to"
     figure.text(0.02, 0.95, title, fontsize=15, color=INK, weight="bold")
@@ -106,7 +106,10 @@ def _rel_l2(plan: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def _draw_plan(figure, place, panel, darkest, longest) -> None:
-    """Weights (square root, so that small ones show), column sums above, row sums to the right."""
+    """Draws the weights with column sums above and row sums to the right.
+
+    It draws square roots of the weights, so that small weights can be seen.
+    """
     inner = place.subgridspec(
         2, 2, width_ratios=(5, 1), height_ratios=(1, 5), wspace=0.03, hspace=0.03
     )
@@ -130,22 +133,22 @@ def _draw_plan(figure, place, panel, darkest, longest) -> None:
         _bare(axes)
 
 
-def _draw_difference(figure, place, difference, off) -> None:
-    """Difference from the teacher, under the plan it belongs to."""
+def _draw_difference(figure, place, difference, largest) -> None:
+    """Draws the difference from the teacher, below the plan."""
     inner = place.subgridspec(1, 2, width_ratios=(5, 1), wspace=0.03)
     axes = figure.add_subplot(inner[0])
-    shown = axes.imshow(difference, cmap="RdBu_r", vmin=-off, vmax=off, aspect="auto")
+    image = axes.imshow(difference, cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto")
     axes.set_title("difference from the teacher", fontsize=10, color=SOFT, loc="left")
     _bare(axes)
     beside = figure.add_subplot(inner[1])
     _bare(beside)
-    scale = figure.colorbar(shown, cax=beside.inset_axes([0, 0, 0.18, 1]), extend="both")
+    scale = figure.colorbar(image, cax=beside.inset_axes([0, 0, 0.18, 1]), extend="both")
     scale.outline.set_visible(False)
     scale.ax.tick_params(labelsize=8, colors=SOFT, length=0)
 
 
 def _draw_image(figure, place, recipe, test, index, where) -> None:
-    """The image that the head looks at, cut into the patches that are its tokens."""
+    """Draws the image of the head, cut into the patches that are its tokens."""
     inner = place.subgridspec(1, 2, width_ratios=(5, 1), wspace=0.03)
     axes = figure.add_subplot(inner[0])
     pixels = test.values[index]
@@ -172,7 +175,7 @@ def _error(sums: np.ndarray) -> float:
 
 
 def _bare(axes) -> None:
-    """Takes ticks and frame away."""
+    """Removes ticks and frame."""
     axes.set_xticks([])
     axes.set_yticks([])
     for side in axes.spines.values():

@@ -1,1 +1,1 @@
-"""Models of the paper's experiments, built on Flax's stock attention."""
+"""Models of the paper's experiments, built on Flax's own multi-head attention."""

@@ -1,9 +1,9 @@
 """Text encoder of the Sinkformer experiments (paper, IMDb and text classification).
 
-Post-LN blocks with a ReLU feed-forward part, sinusoidal positions and max-pooling, on Flax's stock
-multi-head attention.  Only key columns of pads are masked, so padded queries stay in the sequence
-(paper, padded-text convention).  As in the vision transformer, only the attention weights differ
-between families.
+It has post-LN blocks with a ReLU feed-forward part, sinusoidal positions and max-pooling, and uses
+Flax's own multi-head attention.  Only the key columns of pads are masked, so padded queries stay in
+the sequence (paper, padded-text convention).  As in the vision transformer, only the attention
+weights differ between families.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def sinusoids(length: int, width: int) -> np.ndarray:
 
 
 def positions(valid: jax.Array) -> jax.Array:
-    """Positions from 1 on, 0 at pads: int32 of the shape ``(batch, length)`` of ``valid``."""
+    """Positions counted from 1, with 0 at pads: ``(batch, length)`` int32, like ``valid``."""
     return jnp.where(valid, jnp.arange(1, valid.shape[-1] + 1, dtype=jnp.int32), 0)
 
 
@@ -40,12 +40,12 @@ class EncoderSizes:
       num_heads: heads per block; they share the width of a token.
       mlp_dim: hidden width of the feed-forward part.
       dropout: rate on the output of every sub-layer.
-      embedding_stddev: standard deviation of the embeddings at the start.
-      random_positions: the released model's quirk: the frozen table of positions holds standard
-        normal noise in the place of sines.
-      double_softmax: the released model's quirk: the output is passed through a softmax before
-        the loss applies its own.
-      pool_pads: the released model's quirk: pads take part in the max-pooling.
+      embedding_stddev: standard deviation of the embeddings at initialisation.
+      random_positions: as in the released model, the frozen table of positions holds standard
+        normal noise instead of sines.
+      double_softmax: as in the released model, the output goes through a softmax before the loss
+        applies its own.
+      pool_pads: as in the released model, pads take part in the max-pooling.
     """
 
     width: int
@@ -68,10 +68,10 @@ class TextBlock(nn.Module):
     """One post-LN layer: ``x = LN(x + attention(x))``, then ``LN(x + feed_forward(x))``.
 
     Attributes:
-      sizes: of the model.
+      sizes: sizes of the model.
       attention: builds the layer's own ``attention_fn`` from its index.
-      layer: index from 0.
-      dtype: of the computation; parameters are float32.
+      layer: index of the layer, from 0.
+      dtype: dtype of the computation; parameters are float32.
     """
 
     sizes: EncoderSizes
@@ -102,9 +102,9 @@ class TextEncoder(nn.Module):
     Attributes:
       num_classes: width of the output.
       vocab_size: number of tokens; token 0 is the pad.
-      sizes: all its sizes and options.
+      sizes: sizes and options of the model.
       attention: builds one ``attention_fn`` per block from its index.
-      dtype: of the computation; parameters and logits are float32.
+      dtype: dtype of the computation; parameters and logits are float32.
     """
 
     num_classes: int
@@ -119,7 +119,7 @@ class TextEncoder(nn.Module):
 
         Args:
           tokens: int32.
-          deterministic: no dropout; otherwise the random stream ``"dropout"`` is needed.
+          deterministic: True for no dropout; otherwise the random stream ``"dropout"`` is needed.
         """
         sizes, valid = self.sizes, tokens != PAD
         embedding = nn.Embed(
@@ -139,7 +139,7 @@ class TextEncoder(nn.Module):
         return nn.softmax(logits) if sizes.double_softmax else logits
 
     def _table(self, length: int) -> np.ndarray:
-        """The frozen positions ``(length, width)``; noise is a prefix of one fixed stream."""
+        """The frozen positions ``(length, width)``; a short table starts like a long one."""
         if not self.sizes.random_positions:
             return sinusoids(length, self.sizes.width)
         noise = np.random.default_rng(0).standard_normal((length, self.sizes.width))
@@ -148,5 +148,5 @@ class TextEncoder(nn.Module):
 
 def _max_over(x: jax.Array, valid: jax.Array) -> jax.Array:
     """Maximum over valid tokens, 0 where there is none: ``(batch, width)``."""
-    lowest = jnp.where(valid[..., None], x, -jnp.inf).max(-2)
-    return jnp.where(valid.any(-1, keepdims=True), lowest, jnp.zeros_like(lowest))
+    highest = jnp.where(valid[..., None], x, -jnp.inf).max(-2)
+    return jnp.where(valid.any(-1, keepdims=True), highest, jnp.zeros_like(highest))

@@ -1,8 +1,8 @@
 """Vision transformer of the Sinkformer and ESPFormer experiments (paper, Cats and Dogs).
 
-Pre-LN blocks, exact GELU, a class token and learned positions, on Flax's stock multi-head
-attention.  Only the attention weights differ between families: the parameter tree is the same for
-softmax, Sinkhorn and every replacement, so one set of parameters serves them all.
+It has pre-LN blocks, exact GELU, a class token and learned positions, and uses Flax's own
+multi-head attention.  Only the attention weights differ between families.  The parameter tree is
+the same for softmax, Sinkhorn and every replacement, so one set of parameters serves them all.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 AttentionFactory = Callable[[int], Callable[..., jax.Array]]
-"""From the index of a layer, counted from 0, to that layer's own ``attention_fn``."""
+"""Makes the ``attention_fn`` of one layer from the layer's index, counted from 0."""
 
 
 def patches(images: jax.Array, patch_size: int) -> jax.Array:
@@ -50,9 +50,9 @@ class ViTSizes:
       width: width of a token.
       depth: number of blocks.
       num_heads: heads per block.
-      head_dim: width of a head, free of the model's width.
+      head_dim: width of a head; does not depend on ``width``.
       mlp_dim: hidden width of the feed-forward part; 0 leaves it out (the paper's MNIST layer).
-      position_stddev: standard deviation of the positions and the class token at the start.
+      position_stddev: standard deviation of the positions and the class token at initialisation.
       dropout: rate on the output of every part of a block.
     """
 
@@ -70,11 +70,11 @@ class Block(nn.Module):
     """One pre-LN layer: ``x + attention(LN(x))``, then ``x + mlp(LN(x))`` unless ``mlp_dim`` is 0.
 
     Attributes:
-      sizes: of the model.
+      sizes: sizes of the model.
       attention: builds this layer's own ``attention_fn``.  It is a factory because a module that
         records or holds compiled state must not be shared by two layers.
-      layer: index from 0, given to ``attention``.
-      dtype: of the computation; parameters are float32.
+      layer: index of the layer, from 0; the argument of ``attention``.
+      dtype: dtype of the computation; parameters are float32.
     """
 
     sizes: ViTSizes
@@ -106,14 +106,14 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Image classifier; the paper's Cats and Dogs model and its smaller relatives.
+    """Image classifier: the paper's Cats and Dogs model and smaller variants of it.
 
     Attributes:
       num_classes: width of the output.
-      sizes: all its sizes.
+      sizes: sizes of the model.
       attention: builds one ``attention_fn`` per block from its index, for example
         ``lambda layer: aj.linen.SinkhornAttention(spec)``.
-      dtype: of the computation; parameters and logits are float32.
+      dtype: dtype of the computation; parameters and logits are float32.
     """
 
     num_classes: int
@@ -127,18 +127,18 @@ class VisionTransformer(nn.Module):
 
         Args:
           images: float32.
-          deterministic: no dropout; otherwise the random stream ``"dropout"`` is needed.
+          deterministic: True for no dropout; otherwise the random stream ``"dropout"`` is needed.
 
         Raises:
           ValueError: the patch size does not divide the image.
         """
         sizes = self.sizes
-        start = nn.initializers.normal(sizes.position_stddev)
+        init = nn.initializers.normal(sizes.position_stddev)
         cut = patches(images, sizes.patch_size)
         tokens = nn.Dense(sizes.width, dtype=self.dtype, name="patch_embedding")(cut)
         batch, count, width = tokens.shape
-        cls = jnp.broadcast_to(self.param("cls", start, (1, 1, width)), (batch, 1, width))
-        positions = self.param("positions", start, (1, count + 1, width))
+        cls = jnp.broadcast_to(self.param("cls", init, (1, 1, width)), (batch, 1, width))
+        positions = self.param("positions", init, (1, count + 1, width))
         x = (jnp.concatenate([cls, tokens], axis=1) + positions).astype(self.dtype)
         for layer in range(sizes.depth):
             block = Block(sizes, self.attention, layer, self.dtype, name=f"block_{layer}")

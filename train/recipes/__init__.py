@@ -1,1 +1,1 @@
-"""What can be trained."""
+"""Recipes: the settings of the training runs."""

@@ -70,7 +70,7 @@ MNIST = Recipe(
     name="mnist",
     summary="one layer, one head, attention and residual only, S=5 (paper, shallow MNIST layer)",
     cost="not measured yet (20,000 images: 9,000 steps)",
-    expected="not measured yet; the paper has 0.96 from 60,000 images",
+    expected="not measured yet; the paper reports 0.96 with 60,000 images",
     dataset="mnist",
     num_classes=10,
     inputs=Pixels((28, 28, 1), mean=(0.1307,), std=(0.3081,)),
@@ -121,7 +121,7 @@ AG_NEWS = Recipe(
     name="ag_news",
     summary="6-layer text encoder with S=10 on AG News, 128 tokens (paper, text classification)",
     cost=_UNTRIED,
-    expected="not measured; the paper has 0.901 from 120,000 texts",
+    expected="not measured; the paper reports 0.901 with 120,000 texts",
     dataset="ag_news_subset",
     num_classes=4,
     inputs=Tokens(features=("title", "description"), vocab_size=16_000, length=128),
@@ -211,25 +211,25 @@ SMALL = {
 
 
 def find(name: str, preset: str | None = None) -> Recipe:
-    """The recipe of that name.
+    """The recipe with this name and size.
 
     Args:
-      name: as the command line calls it.
-      preset: ``"full"``, ``"small"``, or None for full where there is both.
+      name: name on the command line.
+      preset: ``"full"``, ``"small"``, or None for full if the recipe has both.
 
     Raises:
-      UserError: no such recipe; the message lists them.
+      UserError: there is no such recipe or size; the message lists those that exist.
     """
     if name not in RECIPES:
         raise UserError(f"no recipe {name!r}: choose one of {', '.join(sorted(RECIPES))}")
     recipe = SMALL.get(name) if preset == "small" else RECIPES[name]
     if recipe is None or preset not in (None, recipe.preset):
-        known = sorted({size[name].preset for size in (RECIPES, SMALL) if name in size})
-        raise UserError(f"recipe {name!r} has no preset {preset!r}, only {', '.join(known)}")
+        presets = sorted({size[name].preset for size in (RECIPES, SMALL) if name in size})
+        raise UserError(f"recipe {name!r} has no preset {preset!r}, only {', '.join(presets)}")
     return recipe
 
 
 def listed() -> list[Recipe]:
-    """Every recipe once, by name, full size first."""
-    every = {(r.name, r.preset): r for known in (RECIPES, SMALL) for r in known.values()}
-    return [every[key] for key in sorted(every)]
+    """Every recipe once, sorted by name, full size first."""
+    by_key = {(r.name, r.preset): r for r in (*RECIPES.values(), *SMALL.values())}
+    return [by_key[key] for key in sorted(by_key)]

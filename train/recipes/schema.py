@@ -1,7 +1,7 @@
-"""What a recipe is: everything that decides a training run, as one frozen value.
+"""The ``Recipe`` dataclass: all settings of a training run but the seed.
 
-A recipe is stored in every checkpoint as JSON and compared when a run is resumed.  The recipes
-themselves are in ``train.recipes.catalogue``.
+Every checkpoint stores its recipe as JSON.  When a run is resumed, the stored recipe must equal the
+requested one.  The recipes themselves are in ``train.recipes.catalogue``.
 """
 
 import dataclasses
@@ -27,26 +27,25 @@ class Recipe:
     """One training run.
 
     Attributes:
-      name: what the command line calls it.
+      name: name on the command line.
       summary: one line on what it is and where it comes from.
       cost: how long it takes, and on what.
       expected: test accuracy to expect, and on how much data.
       dataset: name in the TFDS catalogue.
-      inputs: what an image or a text becomes: normalised pixels, or tokens.
-      num_classes: labels.
+      inputs: turns images or texts into inputs of the model.
+      num_classes: number of labels.
       model: sizes of the model.
-      spec: the Sinkhorn teacher's convention; the other families take the meaning of masks from it.
+      spec: settings of Sinkhorn attention; of the other families, only ESP uses its ``padding``.
       epochs: passes over the training split.
-      batch_size: examples a step.
-      learning_rate: Adam's, at the start.
+      batch_size: examples per step.
+      learning_rate: initial learning rate of Adam.
       splits: TFDS splits to train and to test on.
       drops: epochs after which the learning rate is divided by ten.
-      attention: family of the attention weights, see ``train.models.factory.attention``;
-        ``"softmax"`` is the twin without column balance.
+      attention: family of the attention weights, see ``train.training.factory.attention``.
       compute_dtype: ``"float32"`` or ``"bfloat16"`` (mixed precision: parameters, optimiser,
         attention scores and loss stay float32).
-      accumulate: parts a batch is cut into, one after the other, to save memory.
-      packaged: made for the packaged images: read them unless ``--data-dir`` says otherwise.
+      accumulate: number of parts of a batch that are computed one after the other, to save memory.
+      packaged: made for the packaged images, which are read unless ``--data-dir`` is given.
       preset: ``"full"`` (the paper's sizes) or ``"small"`` (minutes on two CPU cores).
     """
 
@@ -80,7 +79,10 @@ class Recipe:
                 raise ValueError(f"{name} {getattr(self, name)!r} must be one of {known}")
         kind = EncoderSizes if self.is_text else ViTSizes
         if not isinstance(self.model, kind):
-            raise ValueError(f"a recipe of {type(self.inputs).__name__} needs {kind.__name__}")
+            raise ValueError(
+                f"a recipe with {type(self.inputs).__name__} inputs needs a model of type "
+                f"{kind.__name__}"
+            )
         for name in ("epochs", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
@@ -99,11 +101,11 @@ class Recipe:
 
     @property
     def is_text(self) -> bool:
-        """Whether it reads texts; otherwise images."""
+        """Whether the inputs are texts; otherwise they are images."""
         return isinstance(self.inputs, Tokens)
 
     def example_inputs(self, count: int = 1) -> np.ndarray:
-        """Inputs that only lend their shape and dtype."""
+        """Zeros with the shape and dtype of ``count`` inputs."""
         return np.zeros((count, *self.inputs.shape), self.inputs.dtype)
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Recipe":
-        """The recipe that ``to_json`` gave, also after a round trip through JSON text."""
+        """Rebuilds a recipe from ``to_json``, also after a round trip through JSON text."""
         return _rebuild(cls, stored)
 
 
@@ -133,14 +135,17 @@ def _rebuild(kind, stored):
 
 
 def _dataclass_for(hint, stored: Mapping):
-    """``hint``, or of a union the dataclass that has all the stored fields."""
+    """``hint`` itself, or the member of a union that has all stored fields."""
     kinds = [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
     names = lambda kind: {field.name for field in dataclasses.fields(kind)}
     return next(kind for kind in kinds if set(stored) <= names(kind))
 
 
 def differences(stored: Recipe, requested: Recipe) -> list[str]:
-    """Names of the settings in which two recipes differ, with both values; texts do not count."""
+    """One line for each setting that differs, with both values.
+
+    The summary, cost and expected accuracy are not compared, because they do not change a run.
+    """
     lines = []
     for field in dataclasses.fields(Recipe):
         if field.name in ("summary", "cost", "expected"):

@@ -1,1 +1,1 @@
-"""Tables and progress."""
+"""Tables, figures and progress."""

@@ -1,4 +1,4 @@
-"""Pictures: a blank figure, and writing it."""
+"""Makes and writes matplotlib figures."""
 
 import pathlib
 from typing import Any
@@ -9,7 +9,7 @@ INK, SOFT = "#1b2432", "#8a94a6"
 
 
 def blank(width: float, height: float, **settings) -> Any:
-    """A white matplotlib figure of that many inches."""
+    """A white matplotlib figure; ``width`` and ``height`` are in inches."""
     figure = need("matplotlib.figure").Figure
     return figure(figsize=(width, height), dpi=150, facecolor="white", **settings)
 

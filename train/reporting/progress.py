@@ -1,4 +1,4 @@
-"""Progress with time left: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress and time left: a bar on a terminal, otherwise a plain line every few seconds."""
 
 import contextlib
 import time
@@ -8,12 +8,12 @@ from typing import Any
 from train.runtime import devices
 from train.runtime.errors import need
 
-PLAIN_EVERY = 10.0
-WIDTH = 100  # of output to a file or a pipe
+PLAIN_EVERY = 10.0  # seconds between two plain lines
+WIDTH = 100  # columns of output to a file or a pipe
 
 
 def console() -> Any:
-    """The rich console all output of the command line goes to."""
+    """A rich console for the output of the command line."""
     screen = need("rich.console").Console(highlight=False, soft_wrap=True)
     if not screen.is_terminal:
         screen.width = WIDTH
@@ -24,12 +24,12 @@ def console() -> Any:
 def bar(title: str, total: int, start: int = 0) -> Iterator[Callable[[int, str], None]]:
     """Shows how far a loop is and how long it will still take.
 
-    Args:
-      title: what is going on.
-      total: steps in all.
-      start: steps done already (a resumed run).
+    On several hosts only the first one shows it.
 
-    Of a run on several hosts only the first shows it.
+    Args:
+      title: what the loop does.
+      total: number of steps.
+      start: steps that are already done (a resumed run).
 
     Yields:
       ``report(done, note)``, to be called with the number of steps done and a short text such as
@@ -71,7 +71,7 @@ def _plain(screen, title, total, start):
         last = now
         left = (now - began) / max(done - start, 1) * (total - done)
         screen.print(
-            f"{title}: {done}/{total}, {_clock(now - began)} gone, {_clock(left)} left, {note}"
+            f"{title}: {done}/{total}, {_clock(now - began)} elapsed, {_clock(left)} left, {note}"
         )
 
     return report

@@ -1,4 +1,4 @@
-"""The one writer of tables: on a terminal, as Markdown and as JSON."""
+"""Prints and writes all tables: on a terminal, as Markdown and as JSON."""
 
 import dataclasses
 import json
@@ -12,14 +12,15 @@ from train.runtime.errors import need
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells under headings.
+    """Text cells under headings.
 
     Attributes:
-      headings: one a column.
-      rows: cells, one a heading.
-      title: above the table; empty for none.
-      facts: what this table was measured on, below it.
-      num_names: leading columns that hold names; the others hold numbers, aligned right.
+      headings: one for each column.
+      rows: the cells, one for each heading.
+      title: printed above the table; empty for no title.
+      facts: what this table was measured on; printed below it.
+      num_names: the first ``num_names`` columns hold names; the others hold numbers and are aligned
+        right.
     """
 
     headings: Sequence[str]
@@ -41,7 +42,7 @@ class Table:
     def print(self, console: Any, *, gap: int = 2) -> None:
         """Prints the cells to a rich console, ``gap`` (1 or 2) apart, and the facts.
 
-        Nothing is cut off: where the table is wider than the console its lines are longer.
+        A table that is wider than the console is printed with longer lines, so nothing is cut off.
         """
         drawn = need("rich.table").Table(
             title=self.title,
@@ -71,10 +72,10 @@ class Report:
     """Tables with their facts, and the numbers behind them.
 
     Attributes:
-      title: of the whole.
-      tables: in the order they are printed.
+      title: title of the report.
+      tables: in the order in which they are printed.
       facts: what holds for all tables, such as the machine and the command.
-      values: what the JSON file holds beside title and facts.
+      values: contents of the JSON file, in addition to title and facts.
     """
 
     title: str
@@ -116,7 +117,10 @@ class Report:
         return text, values
 
     def print_and_write(self, folder: pathlib.Path | None, name: str) -> None:
-        """Prints the Markdown, which needs no rich, and writes it if there is a folder."""
+        """Prints the tables as Markdown, which does not need rich, and writes them to ``folder``.
+
+        None for ``folder`` writes nothing.
+        """
         print(self.text())
         if folder is not None:
             self.write(folder, name)
@@ -133,11 +137,14 @@ def _listed(facts: Mapping[str, str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` for JSON: dataclasses as dicts; infinities and NaN, which it lacks, as text."""
+    """``value`` in a form that JSON can hold.
+
+    Dataclasses become dicts. Infinities and NaN become text, because JSON has no number for them.
+    """
     if dataclasses.is_dataclass(value):
         return plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

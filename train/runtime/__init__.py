@@ -1,1 +1,1 @@
-"""The machine: devices, timing, errors for a person."""
+"""The machine: devices, timing, and errors that the user can fix."""

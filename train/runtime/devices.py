@@ -1,12 +1,12 @@
-"""Several devices and hosts: one pure training step, its batch shared out among them.
+"""Divides the batch of a training step among devices and hosts.
 
-Three ways with one interface: ``Sharded`` (``jax.jit`` over a mesh, the default), ``Mapped``
-(``jax.pmap``) and ``Alone`` (one device).  Parameters and optimiser state are whole on every
-device; each takes an equal share of the batch.  Losses and gradients are those of one device up to
-rounding; dropout is the same under ``Sharded`` and drawn separately on every device under
-``Mapped``.
+There are three ways with one interface: ``Sharded`` (``jax.jit`` over a mesh, the default),
+``Mapped`` (``jax.pmap``) and ``Alone`` (one device).  Every device has all parameters and the whole
+optimiser state, and gets an equal share of the batch.  Losses and gradients equal those of one
+device up to rounding.  Dropout under ``Sharded`` is that of one device; under ``Mapped`` every
+device draws its own.
 
-Hosts are JAX processes (``connect``).  Each feeds its own devices with its own rows of the batch.
+A host is a JAX process, see ``connect``.  Each host feeds its own rows of the batch to its devices.
 """
 
 import functools
@@ -24,26 +24,29 @@ AXIS = "batch"
 
 
 class Alone:
-    """The first device and plain ``jax.jit``: what the other ways are compared with."""
+    """One device with plain ``jax.jit``, the reference for the other ways."""
 
     name = "alone"
 
     def __init__(self, batch_size: int):
-        """Raises UserError where this way cannot share out ``batch_size``."""
+        """Raises UserError if there are several processes.
+
+        The other ways raise it if ``batch_size`` cannot be divided among the devices.
+        """
         if jax.process_count() > 1:
             raise UserError("--parallel alone is for one process: leave --coordinator out")
         self._device = jax.local_devices()[0]
 
     def compile(self, step: Callable) -> Callable:
-        """The step, jitted; the old state's buffers are reused."""
+        """Compiles the step; it reuses the buffers of the old state."""
         return jax.jit(step, donate_argnums=0)
 
     def place(self, state: Any) -> Any:
-        """A state of host arrays, whole on every device."""
+        """Copies a state of host arrays to every device."""
         return jax.device_put(state, self._device)
 
     def feed(self, rows: np.ndarray) -> jax.Array:
-        """This host's rows of the batch, shared out among its devices."""
+        """Divides this host's rows of the batch among its devices."""
         return jax.device_put(rows, self._device)
 
     def read(self, tree: Any) -> Any:
@@ -52,7 +55,7 @@ class Alone:
 
 
 class Sharded(Alone):
-    """``jax.jit`` over a mesh of all devices; the compiler adds the sums across them."""
+    """``jax.jit`` over a mesh of all devices; the compiler inserts the sums across them."""
 
     name = "jit"
 
@@ -74,9 +77,9 @@ class Sharded(Alone):
 
 
 class Mapped(Alone):
-    """``jax.pmap``: every device runs the step on its rows and averages over the axis.
+    """``jax.pmap``: every device runs the step on its rows; gradients are averaged.
 
-    A state has a leading axis of devices, and rows become ``(devices, rows a device, ...)``.
+    A state has a leading axis of devices, and rows become ``(devices, rows per device, ...)``.
     """
 
     name = "pmap"
@@ -97,7 +100,7 @@ class Mapped(Alone):
         return rows.reshape(self._count, -1, *rows.shape[1:])
 
     def read(self, tree: Any) -> Any:
-        """The step's results on this host's first device, which are those of all."""
+        """The step's results on this host's first device, which all devices have in common."""
         return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
 
 
@@ -107,21 +110,21 @@ WAYS = {way.name: way for way in (Sharded, Mapped, Alone)}
 def _check_divides(batch_size: int) -> None:
     if batch_size % jax.device_count():
         raise UserError(
-            f"batch_size {batch_size} does not share out evenly among {jax.device_count()} "
-            f"devices: give a multiple with --batch-size"
+            f"batch_size {batch_size} cannot be divided evenly among {jax.device_count()} devices: "
+            f"choose a multiple of {jax.device_count()} with --batch-size"
         )
 
 
 def connect(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Joins the processes of a run on several hosts; to be called before any computation.
+    """Joins the processes of a run on several hosts; call it before any computation.
 
     Args:
-      coordinator: ``HOST:PORT`` of process 0, ``"auto"`` where the cluster tells JAX (Slurm, TPU
-        pods), or None for a run of one process.
-      num_processes, process_id: as ``jax.distributed.initialize``.
+      coordinator: ``HOST:PORT`` of process 0, ``"auto"`` on clusters where JAX finds it by itself
+        (Slurm, TPU pods), or None for a run of one process.
+      num_processes, process_id: as for ``jax.distributed.initialize``.
 
     Raises:
-      UserError: a setting is missing, or the others did not come.
+      UserError: a setting is missing, or the processes could not be joined.
     """
     if coordinator is None:
         if num_processes is not None or process_id is not None:
@@ -142,35 +145,38 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
 
 def share() -> tuple[int, int]:
-    """``(index, count)`` of this process, which takes that part of every batch."""
+    """``(index, count)``: this process gets part ``index`` of ``count`` of every batch."""
     return jax.process_index(), jax.process_count()
 
 
 def fakes_devices() -> bool:
-    """Whether the devices are shares of one CPU, where a loop that runs ahead can deadlock."""
+    """Whether one CPU acts as several devices.
+
+    A training loop that does not wait for each step can deadlock there.
+    """
     return jax.local_device_count() > 1 and jax.local_devices()[0].platform == "cpu"
 
 
 def is_first() -> bool:
-    """Whether this process prints and writes for all."""
+    """Whether this is the first process, the one that prints and writes files."""
     return jax.process_index() == 0
 
 
 def wait(what: str) -> None:
-    """Waits until every process got here; ``what`` names the place."""
+    """Waits until every process has reached this call; ``what`` is a name for it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
 
 def any_process(flag: bool) -> bool:
-    """Whether ``flag`` is true in any process; all of them must call it."""
+    """Whether ``flag`` is true in any process; every process must call this function."""
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
 
 
 def total(tree: Any) -> Any:
-    """Leaf-wise sums over all processes, as host arrays; all of them must call it."""
+    """Sums of each leaf over all processes; every process must call this function."""
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: x.sum(0), multihost_utils.process_allgather(tree))

@@ -1,4 +1,4 @@
-"""Errors for a person, and modules of the ``train`` extra, imported when they are needed."""
+"""``UserError``, and the import of optional packages when they are needed."""
 
 import importlib
 import types
@@ -7,7 +7,7 @@ INSTALL = "pip install 'asap_jax[train]'"
 
 
 class UserError(Exception):
-    """An error that the person at the command line can fix; its text says how, in one line."""
+    """An error that the user can fix; its one-line message says how."""
 
 
 def need(module: str) -> types.ModuleType:
@@ -20,7 +20,7 @@ def need(module: str) -> types.ModuleType:
       The module.
 
     Raises:
-      UserError: it is not installed; the message gives the command that installs it.
+      UserError: the module is not installed; the message gives the command that installs it.
     """
     try:
         return importlib.import_module(module)

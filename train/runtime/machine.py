@@ -1,4 +1,4 @@
-"""What a table was measured on, so that its figures can be judged and repeated."""
+"""Names the machine, versions and command of a measurement, so that it can be repeated."""
 
 import os
 import pathlib
@@ -8,20 +8,20 @@ import sys
 import jax
 
 ALLOCATOR = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
-"""Variables that decide whether freed memory stays with the process."""
+"""Environment variables that change how the process allocates and frees memory."""
 
 
 def facts() -> dict[str, str]:
     """Processor, cores, devices, versions, the allocator's settings and the command."""
     devices = jax.devices()
-    known = {
+    result = {
         "machine": f"{processor()}, {cores()} cores, {platform.system()}",
         "device": f"{len(devices)} {devices[0].device_kind}",
         "versions": f"Python {platform.python_version()}, JAX {jax.__version__}",
     }
     if settings := " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k in ALLOCATOR):
-        known["allocator"] = settings
-    return {**known, "command": command()}
+        result["allocator"] = settings
+    return {**result, "command": command()}
 
 
 def line() -> str:
@@ -30,7 +30,7 @@ def line() -> str:
 
 
 def processor() -> str:
-    """The processor's name, or its architecture where the system does not say."""
+    """The processor's name, or its architecture if the system does not give a name."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -47,6 +47,6 @@ def cores() -> int:
 
 
 def command() -> str:
-    """The command line, as one would type it from the repository root."""
+    """The command line, to be typed in the repository root."""
     arguments = " ".join(sys.argv[1:])
     return f"python -m train {arguments}".strip()

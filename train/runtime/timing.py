@@ -1,4 +1,4 @@
-"""Time per call, measured so that the candidates can be compared: interleaved, after warm-up."""
+"""Times several functions in turn, after a warm-up, so that their times can be compared."""
 
 import statistics
 import time
@@ -15,8 +15,8 @@ def compiled(function: Callable, *arguments) -> tuple[float, Callable]:
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], **settings) -> dict[str, float]:
-    """Median milliseconds per call of each candidate; arguments as of ``samples``."""
-    return {name: statistics.median(taken) for name, taken in samples(calls, **settings).items()}
+    """Median milliseconds per call of each candidate; the arguments are those of ``samples``."""
+    return {name: statistics.median(times) for name, times in samples(calls, **settings).items()}
 
 
 def samples(
@@ -28,34 +28,37 @@ def samples(
 ) -> dict[str, list[float]]:
     """Milliseconds of every timed call of each candidate.
 
-    Every round calls every candidate once, in turn, each round starting one further on, so that a
-    slow spell of the machine falls on all alike.  Compilation happens in a round that is not timed.
+    Every round calls every candidate once, and every round starts with another candidate.  If the
+    machine is slow for a while, all candidates suffer alike.  A first round, for compilation, is
+    not timed.
 
     Args:
-      calls: from a name to a function that returns JAX arrays; it is waited for.
+      calls: from a name to a function that returns JAX arrays. The time includes waiting for them.
       rounds: timed calls of each candidate.
-      at_most: seconds to spend on a candidate: a slow one is called in fewer rounds, and the
-        warm-up of one slower than this, compiled already, is its measurement.
-      after_round: called with the number of rounds done, warm-up included.
+      at_most: seconds to spend on one candidate. A slow candidate is called in fewer rounds. If its
+        warm-up call already takes this long, that call is its only measurement, so the candidates
+        must be compiled beforehand.
+      after_round: called with the number of rounds done, including the warm-up.
 
     Returns:
       From the names to milliseconds, one for each call.
     """
     warm = {name: _milliseconds(call) for name, call in calls.items()}
     after_round(1)
-    left = dict.fromkeys(calls, rounds)
+    num_rounds = dict.fromkeys(calls, rounds)
     times: dict[str, list[float]] = {name: [] for name in calls}
     if at_most is not None:
-        for name, taken in warm.items():
-            if taken >= 1e3 * at_most:
-                left[name], times[name] = 0, [taken]
+        for name, milliseconds in warm.items():
+            if milliseconds >= 1e3 * at_most:
+                num_rounds[name], times[name] = 0, [milliseconds]
             else:
-                left[name] = max(1, min(rounds, int(1e3 * at_most / max(taken, 1.0))))
+                most = int(1e3 * at_most / max(milliseconds, 1.0))
+                num_rounds[name] = max(1, min(rounds, most))
     names = list(calls)
     for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
-            if index < left[name]:
+            if index < num_rounds[name]:
                 times[name].append(_milliseconds(calls[name]))
         after_round(index + 2)
     return times

@@ -1,1 +1,1 @@
-"""Studies of operators on several teachers and seeds (``python -m train study``)."""
+"""Studies that compare operators on several teachers and seeds (``python -m train study``)."""

@@ -1,4 +1,4 @@
-"""Figures of a teacher, stored in its run folder for the next study."""
+"""Stores the figures of a teacher in its run folder, so that the next study can read them."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ IDEAS = "study-ideas.json"
 
 
 def settings_of(trained: Teacher, **settings: Any) -> dict[str, Any]:
-    """Everything that decides the figures of a teacher, as JSON has it."""
+    """Everything that the figures of a teacher depend on, as JSON values."""
     versions = machine.facts()["versions"]
     return dict(step=trained.step, seed=trained.seed, versions=versions, **settings)
 
@@ -27,14 +27,14 @@ def cached(
     *,
     again: bool,
 ) -> Any:
-    """The figures stored under the same settings; otherwise measures and stores them.
+    """The figures stored for the same settings; if there are none, measures and stores them.
 
     Args:
-      path: a file in the teacher's folder.
+      path: a file in the teacher's run folder.
       settings: see ``settings_of``.
-      measure: gives the figures.
-      decode: from the figures as JSON has them.
-      again: measure although there are figures.
+      measure: measures the figures.
+      decode: makes the figures from JSON values.
+      again: measure even if figures are stored.
     """
     figures = None if again else read(path, settings, decode)
     if figures is None:
@@ -44,7 +44,7 @@ def cached(
 
 
 def read(path: pathlib.Path, settings: dict[str, Any], decode: Callable[[Any], Any]) -> Any:
-    """The figures stored under the same settings, or None."""
+    """The figures stored for the same settings, or None."""
     try:
         stored = json.loads(path.read_text())
         return decode(stored["figures"]) if stored["settings"] == settings else None
@@ -53,7 +53,7 @@ def read(path: pathlib.Path, settings: dict[str, Any], decode: Callable[[Any], A
 
 
 def write(path: pathlib.Path, settings: dict[str, Any], figures: Any) -> None:
-    """Stores ``figures`` in place of those stored before."""
+    """Stores ``figures``; they replace those in the file."""
     text = json.dumps({"settings": settings, "figures": plain(figures)}, indent=1, allow_nan=False)
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_text(text + "\n")

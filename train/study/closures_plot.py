@@ -1,4 +1,4 @@
-"""The plot of a study: attention rel-l2 over the number of closures, one panel a group."""
+"""The plot of a study: attention rel-l2 by number of closures, with one panel per group."""
 
 import pathlib
 from typing import Any
@@ -15,7 +15,7 @@ STYLES = {
     "Moments": ("#009e73", "^"),
     "Auto": ("#aa3377", "D"),
 }
-"""Family: a colour that the colour-blind can tell from the others, and a marker."""
+"""From a family to its colour and marker; people with colour blindness can tell them apart."""
 
 
 def figure(study: Study) -> Any:
@@ -44,11 +44,12 @@ def draw(study: Study, path: pathlib.Path) -> pathlib.Path:
 
 
 def families(group: Group) -> dict[str, list[Measured]]:
-    """The lines of a group by what is drawn as one line, in the order of their closures."""
+    """The operators of a group, by family and ordered by closures; each family is one curve."""
     by_family: dict[str, list[Measured]] = {name: [] for name in STYLES}
     for line in group.lines:
-        other = line.family == "Sinkhorn" and not line.same_ending
-        by_family[f"{line.family}, other ending" if other else line.family].append(line)
+        other_ending = line.family == "Sinkhorn" and not line.same_ending
+        family = f"{line.family}, other ending" if other_ending else line.family
+        by_family[family].append(line)
     return {
         name: sorted(lines, key=lambda line: line.closures)
         for name, lines in by_family.items()

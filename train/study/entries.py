@@ -1,4 +1,4 @@
-"""The operators that a study compares on one teacher, fitted."""
+"""Fits the operators that a study compares on one teacher."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,10 @@ CLOSURES = (1, 2, 3)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """One operator to measure; ``ends`` is its last step, the rest as of ``Measured``."""
+    """One operator to measure.
+
+    ``ends`` is the side of its last step; the other fields are those of ``Measured``.
+    """
 
     operator: Operator
     family: str
@@ -31,13 +34,13 @@ def entries(
     candidates: Sequence[aj.Candidate],
     report: Callable[[int, str], None] = lambda done, note: None,
 ) -> list[Entry]:
-    """Everything that is measured on one teacher, fitted.
+    """Fits all operators of one teacher.
 
     Args:
-      trained: a teacher of two Sinkhorn steps or more.
+      trained: a teacher with two or more Sinkhorn steps.
       examples: the training split; labels are not used.
-      num_images: calibration examples.
-      candidates: of the automatic fit, which takes the best whatever time it needs.
+      num_images: number of calibration examples.
+      candidates: candidates of the automatic fit, which has no time limit here.
       report: called with the number of fits done.
     """
     recipe, spec = trained.recipe, trained.recipe.spec
@@ -63,21 +66,22 @@ def entries(
         compiled = fit(aj.Options(fit=automatic, closures=count, seed=trained.seed))
         name = compile_teacher.counted("Auto", count)
         row = operators.compiled_row(name, recipe, compiled.variables, count)
-        chosen = {path: str(one.fit["candidate"]) for path, one in compiled.report.layers.items()}
+        layers = compiled.report.layers.items()
+        chosen = {path: str(layer.fit["candidate"]) for path, layer in layers}
         result.append(compiled_entry(row, "Auto", spec, chosen))
         report(done, name)
     return result
 
 
 def closure_counts(spec: aj.SinkhornSpec) -> list[int]:
-    """Those of ``CLOSURES`` that are fewer than the teacher's steps."""
+    """The numbers in ``CLOSURES`` that are below the teacher's number of steps."""
     return [count for count in CLOSURES if count < spec.num_steps]
 
 
 def compiled_entry(
     row: Operator, family: str, spec: aj.SinkhornSpec, chosen: dict[str, str] | None = None
 ) -> Entry:
-    """The entry of a compiled row; all its layers have the same closures."""
+    """The entry of a compiled row whose layers all have the same closures."""
     state = next(iter(row.states.values()))
     count = aj.attention.num_closures(state.closures, state.predictor.side, spec)
     ends = "column" if state.closures == "one_sided" else spec.last_step

@@ -1,8 +1,8 @@
 """The study of operators on several teachers and seeds (``python -m train study fidelity``).
 
-For every teacher: softmax, the Sinkhorn budgets below its own, the paper's ASAP-0 and ASAP, and
-moments and the automatic fit for 1, 2 and 3 closures.  All of them are fitted on training
-examples and measured on test examples; teachers that differ in the seed alone are one group.
+On every teacher it measures softmax, Sinkhorn budgets below the teacher's, the paper's ASAP-0 and
+ASAP, and moments and the automatic fit for 1, 2 and 3 closures.  They are fitted on training
+examples and measured on test examples.  Teachers that differ only in the seed form a group.
 """
 
 import collections
@@ -32,24 +32,24 @@ def run(
     thorough: bool = False,
     again: bool = False,
 ) -> tuple[Study, list[pathlib.Path]]:
-    """The study of the teachers in ``folders``; the files are written after each of them.
+    """Runs the study, and writes its files after every teacher.
 
-    Each teacher's figures are stored in its run folder too, and read from there under the same
-    settings.
+    The figures of a teacher are also stored in its run folder. A later study with the same settings
+    reads them from there.
 
     Args:
       folders: run folders of Sinkhorn teachers.
       data_dir: TFDS folder.
       out: folder for ``study.md``, ``study.json`` and ``study.png``.
       test_examples, num_images: see ``measure``.
-      thorough: let the automatic fit choose among ``aj.THOROUGH``.
-      again: measure again although there are stored figures.
+      thorough: let the automatic fit choose from ``aj.THOROUGH`` instead of ``aj.CANDIDATES``.
+      again: measure again, even if figures are stored.
 
     Returns:
-      The study and the files.
+      The study and the paths of its files.
 
     Raises:
-      UserError: see ``load`` and ``groups_of``; the data are not there.
+      UserError: see ``load`` and ``groups_of``; or a data set does not exist.
     """
     candidates = aj.THOROUGH if thorough else aj.CANDIDATES
     finished: dict[str, Group] = {}
@@ -82,43 +82,46 @@ def run(
 
 
 def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
-    """What a group was measured on."""
-    spread = lambda name, form: results.Spread.of([getattr(t, name) for t in done]).text(form)
-    seeds = ", ".join(str(one.seed) for one in done)
+    """What the figures of a group were measured on."""
+    spread = lambda name, form: results.Spread.of(
+        [getattr(teacher, name) for teacher in done]
+    ).text(form)
+    seeds = ", ".join(str(teacher.seed) for teacher in done)
     used, unit = min(test_examples, len(split.test)), split.test.unit
     facts = {
-        "seeds": f"{seeds}; of several, the median and the range from lowest to highest",
+        "seeds": f"{seeds}; figures of several seeds are median and range (lowest to highest)",
         "teacher accuracy": f"{spread('accuracy', '{:.3f}')} on all {len(split.test)} test {unit}",
         "score standard deviation": spread("score_std", "{:.2f}"),
     }
-    lowest = [line for line in results.lines_of(done) if line.family == "Sinkhorn"]
-    lowest = [line for line in lowest if line.same_ending]
-    if lowest:
-        first = lowest[0]
-        facts[f"rel-l2 of {first.name}"] = (
-            f"{first.values['rel_l2'].text('{:.4f}')}, the lowest budget that ends as the teacher"
+    sinkhorn = [line for line in results.lines_of(done) if line.family == "Sinkhorn"]
+    same_ending = [line for line in sinkhorn if line.same_ending]
+    if same_ending:
+        lowest = same_ending[0]
+        facts[f"rel-l2 of {lowest.name}"] = (
+            f"{lowest.values['rel_l2'].text('{:.4f}')}, the lowest budget that ends on the same "
+            "side as the teacher"
         )
     counts = collections.defaultdict(collections.Counter)
-    for one in done:
-        for row in one.rows:
+    for teacher in done:
+        for row in teacher.rows:
             counts[row.name].update(row.chosen.values())
     for name, counted in counts.items():
         if counted:
             shares = (f"{candidate!r} in {n}" for candidate, n in counted.most_common())
             facts[f"{name}: chosen"] = f"{', '.join(shares)} of {counted.total()} layers"
     facts["data"] = (
-        f"{recipe.dataset}, {used} test {unit}, none of them used to fit; {done[0].cases} cases a "
-        f"teacher (a batch of up to {fidelity.BATCH_SIZE} at a layer)"
+        f"{recipe.dataset}, {used} test {unit}, none of them used to fit; {done[0].cases} cases "
+        f"per teacher (a case is a batch of up to {fidelity.BATCH_SIZE} at one layer)"
     )
     facts["fit"] = f"{min(num_images, len(split.train))} training {unit}"
-    facts["seconds a teacher"] = spread("seconds", "{:.0f}")
+    facts["seconds per teacher"] = spread("seconds", "{:.0f}")
     return facts
 
 
 def _common_facts(thorough: bool) -> dict[str, str]:
     chosen = "THOROUGH" if thorough else "CANDIDATES"
     return {
-        "a star": "the operator ends on the other side than the teacher",
+        "a star": "the operator does not end on the same side as the teacher",
         "rel-l2": "of the attention weights, mean and median over cases",
         "extra cost": "multiply-adds of the prediction, in units of the products of one head's "
         "scores (N M d); sorts, exponentials and the closures are not counted",

@@ -1,4 +1,4 @@
-"""Which teachers a study takes, and which of them differ only in the seed."""
+"""Loads the teachers of a study, and groups those that differ only in the seed."""
 
 import collections
 import dataclasses
@@ -11,10 +11,10 @@ from train.training.teacher import Teacher, load_teacher
 
 
 def load(folders: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, Teacher]]:
-    """The teachers of the run folders.
+    """Loads the teachers of the run folders.
 
     Raises:
-      UserError: no folder, one without a checkpoint, or a teacher that cannot be compiled.
+      UserError: there is no folder, a folder has no checkpoint, or a teacher cannot be compiled.
     """
     if not folders:
         raise UserError(
@@ -40,23 +40,24 @@ def load(folders: Sequence[pathlib.Path]) -> list[tuple[pathlib.Path, Teacher]]:
 def groups_of(
     teachers: Sequence[tuple[pathlib.Path, Teacher]],
 ) -> dict[str, list[tuple[pathlib.Path, Teacher]]]:
-    """Teachers of one recipe together, under a label that no other group has.
+    """Groups teachers with equal recipes, each group under its own label.
 
-    A label has recipe, preset, steps and learning rate, and whatever else differs.
+    A label names the recipe, preset, steps and learning rate. If that is not enough to tell two
+    groups apart, it also names the settings that differ.
 
     Raises:
       UserError: two teachers of one group have the same seed.
     """
     groups = collections.defaultdict(list)
     for folder, trained in teachers:
-        bare = dataclasses.replace(trained.recipe, summary="", cost="", expected="")
-        for other, known in groups[bare]:
-            if known.seed == trained.seed:
+        settings = dataclasses.replace(trained.recipe, summary="", cost="", expected="")
+        for other_folder, other in groups[settings]:
+            if other.seed == trained.seed:
                 raise UserError(
-                    f"{other} and {folder} are the same teacher of seed {trained.seed}: leave one "
-                    f"out, or train one with another --seed"
+                    f"{other_folder} and {folder} have the same recipe and seed {trained.seed}: "
+                    f"leave one out, or train one with another --seed"
                 )
-        groups[bare].append((folder, trained))
+        groups[settings].append((folder, trained))
     alike = collections.defaultdict(list)
     for recipe in groups:
         alike[_label(recipe)].append(recipe)
@@ -72,7 +73,7 @@ def _label(recipe: Recipe) -> str:
 
 
 def _further(recipe: Recipe, alike: Sequence[Recipe]) -> str:
-    """The settings in which recipes of one label differ, with this recipe's values."""
+    """The settings in which recipes with the same label differ, with this recipe's values."""
     names = [field.name for field in dataclasses.fields(Recipe)]
-    differ = [name for name in names if len({getattr(one, name) for one in alike}) > 1]
+    differ = [name for name in names if len({getattr(other, name) for other in alike}) > 1]
     return "".join(f", {name} {getattr(recipe, name)}" for name in differ)

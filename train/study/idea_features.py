@@ -1,4 +1,4 @@
-"""Feature families that did not earn a place in the library, written from their formulas."""
+"""Feature families that help too little to be in the library, written from their formulas."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 class Sides(NamedTuple):
-    """Moments of both sides, of tokens times ``sqrt(scale)``.
+    """Moments of both sides, after all tokens are multiplied by ``sqrt(scale)``.
 
     Attributes:
       u: centred tokens ``(..., N, d)`` of the own side.
       own, other: covariances ``(..., d, d)`` of the own and of the other side.
-      delta: mean of the own side less that of the other, ``(..., d)``.
+      delta: mean of the own side minus mean of the other side, ``(..., d)``.
     """
 
     u: jax.Array
@@ -33,7 +33,7 @@ def moments(
     query_valid: jax.Array | None = None,
     key_valid: jax.Array | None = None,
 ) -> Sides:
-    """Moments of the active tokens; ``scale`` is ``1 / sqrt(d)`` when None."""
+    """Moments of the active tokens; None for ``scale`` means ``1 / sqrt(d)``."""
     root = math.sqrt(q.shape[-1] ** -0.5 if scale is None else scale)
     sides = []
     for x, valid in ((q, query_valid), (k, key_valid)):
@@ -49,9 +49,9 @@ def moments(
 
 def token_mean(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
     """Mean over the active tokens of ``(..., N, d)``: ``(..., 1, d)``."""
-    where = None if valid is None else valid[..., None]
-    if where is None:
+    if valid is None:
         return x.mean(-2, keepdims=True)
+    where = valid[..., None]
     total = jnp.where(where, x, 0).sum(-2, keepdims=True)
     return total / jnp.maximum(where.sum(-2, keepdims=True), 1)
 
@@ -62,7 +62,7 @@ def _times(x, matrix) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _FromMoments:
-    """Columns that a subclass computes from the moments of both sides, centred."""
+    """Base of families whose columns are computed from moments and then centred."""
 
     def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None):
         x = self.columns(moments(q, k, scale, query_valid, key_valid))
@@ -74,7 +74,7 @@ class ThirdOrder(_FromMoments):
     """``u'C C_x C u``, the next term in the covariances after those of ``aj.Moments``."""
 
     def num_features(self, head_dim: int) -> int:
-        """1."""
+        """One column."""
         return 1
 
     def columns(self, sides: Sides) -> jax.Array:
@@ -85,17 +85,18 @@ class ThirdOrder(_FromMoments):
 
 @flax.struct.dataclass
 class GaussianPlan(_FromMoments):
-    """The dual between Gaussians of the moments of both sides, by the exact recursion.
+    """The exact dual between Gaussians that have the moments of both sides.
 
-    Between ``N(0, A)`` and ``N(0, B)`` every half-step of Sinkhorn gives a quadratic dual:
-    ``-x'P x / 2`` with ``P = (Q + 1/B)^-1``, where ``Q = (P + 1/A)^-1`` is the other side's of the
-    step before; ``P = B`` after the first.  Features are ``u'P u`` and ``u'P delta``.
+    Between ``N(0, A)`` and ``N(0, B)`` every half-step of Sinkhorn gives a quadratic dual
+    ``-x'P x / 2``.  After the first step ``P = B``.  Later ``P = (Q + 1/B)^-1``, where
+    ``Q = (P + 1/A)^-1`` belongs to the other side and uses the ``P`` before it.  The features are
+    ``u'P u`` and ``u'P delta``.
     """
 
     steps: int = flax.struct.field(pytree_node=False, default=4)
 
     def num_features(self, head_dim: int) -> int:
-        """2."""
+        """Two columns."""
         return 2
 
     def columns(self, sides: Sides) -> jax.Array:

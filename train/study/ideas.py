@@ -1,7 +1,7 @@
-"""Ideas past the recommended fits, one by one on the same teacher: what helps and what does not.
+"""Tries ideas beyond the recommended fits one by one on the same teacher, to see which help.
 
-Every idea is a candidate of the automatic fit with one thing changed, fitted to the aligned
-dual of 1, 2 and 3 closures on calibration examples and measured once on test examples.
+Every idea is a candidate of the automatic fit with one change.  It is fitted on calibration
+examples for 1, 2 and 3 closures, and measured once on test examples.
 """
 
 import dataclasses
@@ -84,10 +84,11 @@ def measure(
 
     Args:
       folder: run folder of the teacher.
-      trained: a Sinkhorn teacher of two steps or more.
+      trained: a Sinkhorn teacher with two or more steps.
       split: its data.
       chosen: the ideas.
-      test_examples, num_images: how many to measure and to calibrate on.
+      test_examples: largest number of test examples to measure on.
+      num_images: number of calibration examples.
     """
     reference = operators.teacher(trained.recipe, trained.variables)
     batches = compile_teacher.calibration_batches(trained, split.train, num_images)
@@ -132,24 +133,24 @@ def run(
     again: bool = False,
     choose: Callable[[int], Sequence[aj.Candidate]] = ideas,
 ) -> tuple[Report, list[pathlib.Path]]:
-    """Measures all teachers and writes ``ideas.md`` and ``ideas.json``.
+    """Measures all ideas on all teachers and writes ``ideas.md`` and ``ideas.json``.
 
-    Each teacher's figures are stored in its run folder too, and read from there under the same
-    settings.
+    The figures of a teacher are also stored in its run folder. A later study with the same settings
+    reads them from there.
 
     Args:
       folders: run folders of Sinkhorn teachers.
       data_dir: TFDS folder.
       out: folder to write to.
       test_examples, num_images: see ``measure``.
-      again: measure again although there are stored figures.
-      choose: from the width of a head to candidates.
+      again: measure again, even if figures are stored.
+      choose: from the width of a head to the ideas.
 
     Returns:
-      The tables and the files.
+      The report and the paths of its files.
 
     Raises:
-      UserError: see ``load``; the data are not there.
+      UserError: see ``load``; or a data set does not exist.
     """
     tried, tables = [], []
     limits = dict(test_examples=test_examples, num_images=num_images)
@@ -170,7 +171,7 @@ def run(
             _read,
             again=again,
         )
-        tried += [dataclasses.replace(one, run=str(folder)) for one in figures]
+        tried += [dataclasses.replace(idea, run=str(folder)) for idea in figures]
         tables.append(_table(str(folder), figures))
     facts = {
         "figure": "median attention rel-l2 over test cases after n closures",
@@ -182,13 +183,13 @@ def run(
 
 
 def _table(title: str, tried: Sequence[Tried]) -> Table:
-    counts = sorted({n for one in tried for n in one.rel_l2})
-    cell = lambda one, n: f"{one.rel_l2[n]:.4f}" if n in one.rel_l2 else "-"
-    rows = [[one.name, *(cell(one, n) for n in counts)] for one in tried]
+    counts = sorted({n for idea in tried for n in idea.rel_l2})
+    cell = lambda idea, n: f"{idea.rel_l2[n]:.4f}" if n in idea.rel_l2 else "-"
+    rows = [[idea.name, *(cell(idea, n) for n in counts)] for idea in tried]
     return Table(["idea", *(f"n={n}" for n in counts)], rows, title)
 
 
 def _read(stored: list[dict[str, Any]]) -> list[Tried]:
-    """From JSON, whose keys are strings."""
+    """The ideas from JSON, where the numbers of closures are strings."""
     as_counts = lambda rel_l2: {int(n): float(value) for n, value in rel_l2.items()}
-    return [Tried(**{**one, "rel_l2": as_counts(one["rel_l2"])}) for one in stored]
+    return [Tried(**{**idea, "rel_l2": as_counts(idea["rel_l2"])}) for idea in stored]

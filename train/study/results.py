@@ -1,4 +1,4 @@
-"""The study of several teachers as a value, and its tables."""
+"""The results of a study, and their tables."""
 
 import dataclasses
 import pathlib
@@ -19,21 +19,21 @@ COLUMNS = {
     "logit_kl": ("logit KL", "{:.1e}"),
     "extra_cost": ("extra cost", "{:.2f}"),
 }
-"""Column of a row's values: heading and format."""
+"""From the name of a column to its heading and format."""
 OTHER_ENDING = " *"
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One operator on one teacher, or over the seeds of a group.
+    """The figures of one operator, on one teacher or over the seeds of a group.
 
     Attributes:
-      name: the operator.
-      family: operators of one family are one line of the plot.
+      name: name of the operator.
+      family: operators of one family are one curve of the plot.
       closures: passes over the scores: half-steps of Sinkhorn, or closures after a prediction.
-      same_ending: whether it ends on the side that the teacher ends on.
-      values: for each of ``COLUMNS`` a number, or of a group a ``Spread``.
-      chosen: of the automatic fit on one teacher, the candidate of each layer.
+      same_ending: whether it ends on the same side as the teacher.
+      values: a number for each of ``COLUMNS``, or for a group a ``Spread``.
+      chosen: on one teacher, the candidate that the automatic fit chose for each layer.
     """
 
     name: str
@@ -45,22 +45,22 @@ class Measured:
 
     @property
     def label(self) -> str:
-        """The name, marked where the operator ends on the other side than the teacher."""
+        """The name, with a star if the operator does not end on the same side as the teacher."""
         return self.name + ("" if self.same_ending else OTHER_ENDING)
 
 
 @dataclasses.dataclass(frozen=True)
 class TeacherFigures:
-    """One teacher.
+    """The figures of one teacher.
 
     Attributes:
-      run: its folder.
-      seed: of the run.
-      accuracy: on the whole test split.
+      run: its run folder.
+      seed: seed of the run.
+      accuracy: accuracy on the whole test split.
       score_std: standard deviation of its active scores, mean over heads, layers and test batches.
-      cases: test batches times layers.
-      seconds: that fitting and measuring took.
-      rows: its operators.
+      cases: number of test batches times number of layers.
+      seconds: time of fitting and measuring.
+      rows: the figures of the operators.
     """
 
     run: str
@@ -73,7 +73,10 @@ class TeacherFigures:
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> "TeacherFigures":
-        """From what ``plain`` made of it; the texts for infinities and NaN are numbers again."""
+        """Rebuilds the figures from the result of ``reporting.table.plain``.
+
+        ``plain`` writes infinities and NaN as text; here they become numbers again.
+        """
         numbers = lambda values: {name: float(value) for name, value in values.items()}
         rows = [Measured(**{**row, "values": numbers(row["values"])}) for row in plain["rows"]]
         return cls(**{**plain, "rows": tuple(rows)})
@@ -89,17 +92,17 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """The spread of one value a seed."""
+        """The spread of ``values``, one for each seed."""
         return cls(float(np.median(values)), float(min(values)), float(max(values)))
 
     def text(self, form: str) -> str:
-        """The median, and the range where there is one."""
+        """The median, and the range if the values differ."""
         if self.low == self.high:
             return form.format(self.median)
         return f"{form.format(self.median)} ({self.range(form)})"
 
     def range(self, form: str) -> str:
-        """From the lowest to the highest."""
+        """The lowest and the highest value."""
         return f"{form.format(self.low)}..{form.format(self.high)}"
 
 
@@ -108,9 +111,9 @@ class Group:
     """Teachers that differ only in the seed.
 
     Attributes:
-      label: what they have in common.
-      facts: what was measured on what.
-      lines: the operators.
+      label: the recipe that they have in common.
+      facts: what the figures were measured on.
+      lines: the figures of the operators over the seeds.
       teachers: the figures of every seed.
     """
 
@@ -121,7 +124,7 @@ class Group:
 
 
 def lines_of(teachers: Sequence[TeacherFigures]) -> tuple[Measured, ...]:
-    """Every operator over the teachers of one group, which have the same rows."""
+    """Spreads of every operator over the teachers of one group, which have the same rows."""
     lines = []
     for rows in zip(*(teacher.rows for teacher in teachers), strict=True):
         values = {name: Spread.of([row.values[name] for row in rows]) for name in COLUMNS}
@@ -131,20 +134,20 @@ def lines_of(teachers: Sequence[TeacherFigures]) -> tuple[Measured, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """All groups, and what holds for all of them."""
+    """All groups, and the facts that hold for all of them."""
 
     title: str
     groups: tuple[Group, ...]
     facts: dict[str, str]
 
     def print(self, console: Any) -> None:
-        """Prints a table a group to a rich console: medians, and the range of the rel-l2."""
+        """Prints one table per group to a rich console: medians, and the range of rel-l2."""
         headings = ["attention", "clo- sures", "rel-l2 mean", "range over seeds"]
         headings += [heading for heading, _ in COLUMNS.values()][1:]
         self._report(headings, _short).print(console, gap=1)
 
     def write(self, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-        """Writes ``study.md``, where each column has its range, and ``study.json``."""
+        """Writes ``study.json``, and ``study.md`` with a range in every column."""
         headings = ["attention", "closures"]
         headings += [heading.replace("- ", "") for heading, _ in COLUMNS.values()]
         return self._report(headings, _long).write(folder, "study")
@@ -158,12 +161,12 @@ class Study:
 
 
 def _short(line: Measured) -> list[str]:
-    """Cells of the terminal."""
+    """Cells of the table on the terminal."""
     form = COLUMNS["rel_l2"][1]
     spread = line.values["rel_l2"]
-    ends = "-" if spread.low == spread.high else spread.range(form)
+    seed_range = "-" if spread.low == spread.high else spread.range(form)
     medians = [form.format(line.values[name].median) for name, (_, form) in COLUMNS.items()]
-    return [line.label, str(line.closures), medians[0], ends, *medians[1:]]
+    return [line.label, str(line.closures), medians[0], seed_range, *medians[1:]]
 
 
 def _long(line: Measured) -> list[str]:

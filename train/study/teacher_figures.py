@@ -22,7 +22,7 @@ TEST_EXAMPLES = 500
 
 
 def sample(examples: Examples, count: int) -> Examples:
-    """Up to ``count`` examples, the same ones each time, in their order."""
+    """Up to ``count`` examples, always the same ones, in their original order."""
     chosen = np.random.default_rng(0).permutation(len(examples))[:count]
     return examples.take(np.sort(chosen))
 
@@ -39,12 +39,13 @@ def measure(
     """Fits and measures every operator on one teacher.
 
     Args:
-      folder: the teacher's, a name only.
+      folder: the teacher's run folder, used only as a name.
       trained: the teacher.
       split: its data.
-      test_examples: at most so many are measured on; accuracy of the teacher is on all.
-      num_images: calibration examples.
-      candidates: of the automatic fit; the library's own when None.
+      test_examples: largest number of test examples to measure on. The teacher's own accuracy is
+        measured on all of them.
+      num_images: number of calibration examples.
+      candidates: candidates of the automatic fit, or None for ``aj.CANDIDATES``.
     """
     began = time.perf_counter()
     recipe = trained.recipe
@@ -77,7 +78,7 @@ def measure(
 
 
 def _values(figures: fidelity.Figures) -> dict[str, float]:
-    """All columns but the extra cost."""
+    """All columns except the extra cost."""
     return {
         **{name: figures.mean(name) for name in ("rel_l2", "output_rmse", "plan_kl")},
         "rel_l2_median": float(np.median(figures.cases["rel_l2"])),
@@ -88,7 +89,7 @@ def _values(figures: fidelity.Figures) -> dict[str, float]:
 def _describe(
     reference: Operator, recipe: Recipe, inputs: np.ndarray
 ) -> tuple[float, dict[tuple[str, ...], tuple[int, int, int]]]:
-    """Spread of the teacher's scores, mean over cases; and N, M and d of each layer by its path."""
+    """Standard deviation of the teacher's scores (mean over cases), and N, M, d of each layer."""
     spreads, shapes = [], {}
     for batch in fidelity.batches_of(inputs):
         for path, record in fidelity.capture(reference, batch).items():
@@ -99,6 +100,6 @@ def _describe(
 
 
 def _extra_cost(row: Operator, shapes: dict) -> float:
-    """Score products of the predictions, mean over layers; 0 for operators that predict nothing."""
+    """Score products of the predictions, mean over layers; 0 for operators without predictions."""
     costs = [score_products(row.states[p].predictor, *shapes[p]) for p in row.states]
     return float(np.mean(costs)) if costs else 0.0

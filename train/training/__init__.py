@@ -1,1 +1,1 @@
-"""Training a teacher and keeping its run folder."""
+"""Trains a teacher and manages its run folder."""

@@ -1,8 +1,9 @@
 """Atomic checkpoints: training state, recipe and seed, written by orbax.
 
-A checkpoint appears under its final name only when it is whole, so a run that is killed leaves
-the one before.  Each carries a digest of its arrays; one whose arrays do not match it is skipped
-for the one before.  Arrays are stored as host arrays, so a run may resume on other devices.
+A checkpoint gets its final name only when it is complete, so a run that is killed still has the
+previous checkpoint.  Every checkpoint stores a digest of its arrays.  If the arrays do not match
+the digest, the checkpoint is skipped and the previous one is used.  Arrays are stored as host
+arrays, so a run may resume on other devices.
 """
 
 import dataclasses
@@ -22,18 +23,18 @@ from train.runtime import devices
 from train.runtime.errors import UserError, need
 from train.training.step import TrainState
 
-KEPT = 2
+NUM_KEPT = 2  # older checkpoints are deleted
 FULL_DISK = os.strerror(errno.ENOSPC)
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a checkpoint was made with.
+    """The recipe, seed and step of a checkpoint.
 
     Attributes:
       recipe: the recipe of the run.
       seed: the seed of the run.
-      step: steps taken.
+      step: number of steps taken.
     """
 
     recipe: Recipe
@@ -42,7 +43,7 @@ class About:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; the newest two stay. A context manager."""
+    """A context manager for the checkpoints of one run folder; only the newest two are kept."""
 
     def __init__(self, run: str | os.PathLike):
         self._orbax = need("orbax.checkpoint")
@@ -51,7 +52,7 @@ class Checkpoints:
         self._manager = self._orbax.CheckpointManager(
             self.folder,
             options=self._orbax.CheckpointManagerOptions(
-                max_to_keep=KEPT, create=False, enable_async_checkpointing=False
+                max_to_keep=NUM_KEPT, create=False, enable_async_checkpointing=False
             ),
         )
 
@@ -66,28 +67,29 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def last_good(self) -> str:
-        """Where the newest checkpoint is, for messages."""
+        """Says which checkpoint is the newest, for messages."""
         last = self.latest()
         if last is None:
             return f"there is no checkpoint in {self.folder} yet"
         return f"the last good checkpoint in {self.folder} is of step {last}"
 
     def save(self, state: TrainState, recipe: Recipe, seed: int) -> None:
-        """Writes a checkpoint, unless there is one of this step.
+        """Writes a checkpoint, unless there is already one of this step.
 
         Args:
           state: host arrays.
-          recipe, seed: of the run.
+          recipe, seed: recipe and seed of the run.
 
         Raises:
-          UserError: a value is not finite, or the disk is full; the ones before are left.
+          UserError: a value is not finite, or the disk is full. Earlier checkpoints are kept.
         """
         step = int(state.step)
         if step in self._manager.all_steps():
             return
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state)):
             raise UserError(
-                f"a parameter is not finite after step {step}: it is not saved; {self.last_good()}"
+                f"a value is not finite after step {step}: this step is not saved; "
+                f"{self.last_good()}"
             )
         args = self._orbax.args
         about = {"recipe": recipe.to_json(), "seed": seed, "digest": digest(state)}
@@ -96,7 +98,7 @@ class Checkpoints:
                 step,
                 args=args.Composite(state=args.StandardSave(state), about=args.JsonSave(about)),
             )
-        except Exception as fault:  # full disks reach us as OSError and as ValueError
+        except Exception as fault:  # orbax reports a full disk as OSError or as ValueError
             if FULL_DISK not in str(fault):
                 raise
             raise UserError(
@@ -107,17 +109,18 @@ class Checkpoints:
     def restore(
         self, like: Callable[[About], TrainState], *, set_aside: bool = False
     ) -> tuple[TrainState, About]:
-        """The newest checkpoint that is not damaged; those skipped are named on the console.
+        """Restores the newest checkpoint that is not damaged, and prints which ones it skips.
 
         Args:
-          like: gives a state of the shapes that the checkpoint must have; values do not matter.
-          set_aside: move damaged ones out of the way, so that their steps can be saved again.
+          like: gives a state with the shapes that the checkpoint must have; values do not matter.
+          set_aside: move damaged checkpoints to another folder, so that their steps can be saved
+            again.
 
         Returns:
-          The state as host arrays, and what it was made with.
+          The state as host arrays, and the recipe, seed and step of the checkpoint.
 
         Raises:
-          UserError: there is none, or all are damaged.
+          UserError: there is no checkpoint, all are damaged, or an older version wrote it.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
@@ -130,7 +133,7 @@ class Checkpoints:
                 return self._restore(step, like)
             except UserError:
                 raise
-            except Exception as fault:  # whatever the readers of a damaged file raise
+            except Exception as fault:  # reading a damaged file may raise anything
                 self._report_damaged(step, fault)
                 if set_aside:
                     self._set_aside(step)
@@ -154,7 +157,7 @@ class Checkpoints:
         ).state
         state = jax.tree.map(np.asarray, restored)
         if digest(state) != stored["digest"]:
-            raise ValueError("its arrays are not those that were written")
+            raise ValueError("its arrays do not match their digest")
         return state, about
 
     def _report_damaged(self, step, fault) -> None:

@@ -1,4 +1,4 @@
-"""The model of a recipe, with any family of attention."""
+"""Builds the model of a recipe, with any family of attention."""
 
 import functools
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from train.models.vit import AttentionFactory, VisionTransformer
 from train.recipes.schema import Recipe
 
 ESP_SCHEDULES = {"esp": "init", "esp_annealed": "sharp"}
-"""Family: name of the schedule of SoftSort's temperature while training."""
+"""From a family to the name of the schedule of SoftSort's temperature in training."""
 
 
-@functools.cache  # equal models of one family and convention share their compiled programs
+@functools.cache  # so that equal models share their compiled programs
 def attention(family: str, spec: aj.SinkhornSpec) -> AttentionFactory:
-    """What builds one layer's attention weights, as they are at evaluation.
+    """The factory of a model's attention functions at evaluation.
 
     Args:
       family: ``"sinkhorn"`` (a module that records and can be compiled), ``"softmax"``,
         ``"diff"``, ``"esp"`` or ``"esp_annealed"`` (both sort exactly).
-      spec: the Sinkhorn convention; of it ESP uses the meaning of masks.
+      spec: settings of Sinkhorn attention; ESP uses its ``padding``.
     """
     if family in ESP_SCHEDULES:
         return lambda layer: aj.linen.EspAttention(mode="hard", padding=spec.padding)
@@ -36,11 +36,11 @@ def attention(family: str, spec: aj.SinkhornSpec) -> AttentionFactory:
 def build(
     recipe: Recipe, factory: AttentionFactory | None = None
 ) -> VisionTransformer | TextEncoder:
-    """The model of a recipe, with its own attention or with that of ``factory``.
+    """The model of a recipe.
 
     Args:
-      recipe: the teacher's.
-      factory: replaces the recipe's attention; the parameter tree stays the same.
+      recipe: the recipe of the teacher.
+      factory: replaces the recipe's attention. The parameter tree stays the same.
     """
     factory = factory or attention(recipe.attention, recipe.spec)
     dtype = jnp.dtype(recipe.compute_dtype)
@@ -53,12 +53,13 @@ def build(
 def training(
     recipe: Recipe, num_steps: int
 ) -> Callable[[jax.Array], VisionTransformer | TextEncoder]:
-    """From a training step, possibly traced, to the model at that step.
+    """A function from the training step, which may be traced, to the model at that step.
 
-    Only ESP changes as it trains: it sorts softly, at a constant or an annealed temperature.
+    Only ESP attention is built differently in training: it sorts softly, and its temperature is
+    constant (``"esp"``) or depends on the step (``"esp_annealed"``).
 
     Args:
-      recipe: the teacher's.
+      recipe: the recipe of the teacher.
       num_steps: steps of the whole run, over which the temperature is annealed.
     """
     if recipe.attention not in ESP_SCHEDULES:

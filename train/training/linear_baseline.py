@@ -1,7 +1,7 @@
 """The linear baseline of a recipe: logistic regression on pixels or on a bag of tokens.
 
-It is fitted to the same training examples, prepared as for the model, and shows what a teacher's
-accuracy is worth.
+It is fitted to the same training examples, prepared as for the model. A teacher's accuracy can be
+compared with it.
 """
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from train.data.examples import Examples
-from train.models.text_encoder import PAD
+from train.data.text import PAD
 from train.recipes.schema import Recipe
 from train.training.splits import Split
 from train.training.teacher import accuracy
@@ -20,9 +20,9 @@ STEPS = 150
 
 
 def features(recipe: Recipe, examples: Examples) -> np.ndarray:
-    """Float32 ``(examples, features)``: normalised pixels, or which tokens a text holds.
+    """Float32 ``(examples, features)``: normalised pixels, or which tokens are in a text.
 
-    Rows of tokens have unit length, so that long texts weigh as much as short ones.
+    The row of a text has unit norm, so that long texts weigh as much as short ones.
     """
     inputs = recipe.inputs.prepare(examples)
     if not recipe.is_text:
@@ -36,13 +36,15 @@ def features(recipe: Recipe, examples: Examples) -> np.ndarray:
 def fit(
     x: np.ndarray, labels: np.ndarray, num_classes: int, decay: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights ``(features, classes)`` and biases of the penalised likelihood's maximum (L-BFGS).
+    """Weights ``(features, classes)`` and biases ``(classes,)`` of the fit, by L-BFGS.
+
+    The loss is the mean cross entropy in nats plus ``decay`` times the sum of squared weights.
 
     Args:
       x: ``(examples, features)``.
       labels: ``(examples,)`` integers.
-      num_classes: columns.
-      decay: half the penalty on the squared weights, beside the mean cross entropy in nats.
+      num_classes: number of classes.
+      decay: weight of the penalty.
     """
     x, labels = jnp.asarray(x), jnp.asarray(labels)
 
@@ -72,15 +74,15 @@ def fit(
 def run(recipe: Recipe, split: Split) -> tuple[float, float]:
     """Test accuracy and decay; the decay is chosen on the last tenth of the training split."""
     x, labels = features(recipe, split.train), split.train.labels
-    first = len(labels) - len(labels) // 10
+    num_fitted = len(labels) - len(labels) // 10
 
     def score(params, x, labels):
         return accuracy(x @ np.asarray(params[0]) + np.asarray(params[1]), labels)
 
     held_out = {}
     for decay in DECAYS:
-        params = fit(x[:first], labels[:first], recipe.num_classes, decay)
-        held_out[decay] = score(params, x[first:], labels[first:])
+        params = fit(x[:num_fitted], labels[:num_fitted], recipe.num_classes, decay)
+        held_out[decay] = score(params, x[num_fitted:], labels[num_fitted:])
     best = max(held_out, key=held_out.get)
     params = fit(x, labels, recipe.num_classes, best)
     return score(params, features(recipe, split.test), split.test.labels), best

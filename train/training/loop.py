@@ -22,8 +22,8 @@ from train.training.checkpoints import About, Checkpoints
 from train.training.prefetch import Prefetch
 from train.training.teacher import Teacher
 
-LOG_EVERY = 20
-SAVES = 20  # checkpoints of a run, unless `save_every` says otherwise
+LOG_EVERY = 20  # steps
+SAVES = 20  # about this many checkpoints in a long run; a short run saves after every epoch
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -38,51 +38,51 @@ def train(
     save_every: int | None = None,
     way: str = devices.Sharded.name,
 ) -> Teacher:
-    """Trains by a recipe; with ``resume`` from the newest checkpoint in the run folder.
+    """Trains the model of a recipe, or resumes from the newest checkpoint in the run folder.
 
-    On one machine a resumed run ends in the same parameters, bit for bit, as one that was never
-    stopped: parameters, optimiser state, random key and step are stored, and batches depend on
-    nothing else.
+    On one machine a resumed run ends with the same parameters, bit for bit, as an uninterrupted
+    one. A checkpoint stores parameters, optimiser state, random key and step, and a batch depends
+    only on the seed and the step.
 
     Args:
       recipe: what to train.
       examples: the training split.
       run: folder for checkpoints and metrics; shared by all hosts.
       seed: fixes initial parameters, order of the data, augmentation and dropout.
-      resume: continue from the newest good checkpoint in ``run``; start afresh if there is none.
-      stop_after: stop and save after this many steps in all (the schedule is unchanged).
-      save_every: epochs between checkpoints; by default one, or a twentieth of the run.
-      way: ``"jit"`` or ``"pmap"``, see ``train.runtime.devices``.
+      resume: continue from the newest good checkpoint in ``run``, or start if there is none.
+      stop_after: stop and save when the run has this many steps (the schedule is unchanged).
+      save_every: epochs between checkpoints; by default one, or a twentieth of a long run.
+      way: ``"jit"``, ``"pmap"`` or ``"alone"``, see ``train.runtime.devices``.
 
     Raises:
-      UserError: there is a checkpoint and ``resume`` is False; it was made by another recipe or
-        seed; the devices do not divide the batch; the loss is not finite; the disk is full; the
-        run was interrupted (Ctrl-C or SIGTERM; it is saved first).
+      UserError: there is a checkpoint but ``resume`` is False; the checkpoint has another recipe or
+        seed; the batch cannot be divided among the devices; the loss is not finite; the disk is
+        full; or the run was interrupted by Ctrl-C or SIGTERM, after it was saved.
     """
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed)
     epoch_steps = batches.steps_per_epoch
     total = recipe.epochs * epoch_steps
     save_every = save_every or max(1, recipe.epochs // SAVES)
-    last = total if stop_after is None else min(stop_after, total)
+    last_step = total if stop_after is None else min(stop_after, total)
     layout, create, take_step = programs(recipe, epoch_steps, way)
     share = devices.share()
-    make = lambda index: tuple(map(layout.feed, batches.at(index, share)))
+    make_batch = lambda index: tuple(map(layout.feed, batches.at(index, share)))
     with Checkpoints(run) as checkpoints, _stop_on_signal() as interrupted:
         state, start = _start(checkpoints, create(jax.random.key(seed)), recipe, seed, resume)
         state = layout.place(state)
-        coming = Prefetch(make, start, last)
+        prefetched = Prefetch(make_batch, start, last_step)
         with (
             run_folder.MetricsLog(run, resumed_at=start) as log,
-            progress.bar(f"train {recipe.name}", last, start) as report,
+            progress.bar(f"train {recipe.name}", last_step, start) as report,
         ):
             began = time.perf_counter()
-            for count, batch in enumerate(coming, start + 1):
+            for count, batch in enumerate(prefetched, start + 1):
                 state, metrics = take_step(state, *batch)
                 if devices.fakes_devices():
                     jax.block_until_ready(state)
-                due = count == last or count % LOG_EVERY == 0 or count % epoch_steps == 0
-                stop = (due or jax.process_count() == 1) and devices.any_process(interrupted())
-                if due or stop:
+                log_now = count == last_step or count % LOG_EVERY == 0 or count % epoch_steps == 0
+                stop = (log_now or jax.process_count() == 1) and devices.any_process(interrupted())
+                if log_now or stop:
                     values = {name: float(x) for name, x in layout.read(metrics).items()}
                     _check_finite(values["loss"], count, checkpoints)
                     seconds = time.perf_counter() - began
@@ -90,12 +90,12 @@ def train(
                         count,
                         **values,
                         seconds=round(seconds, 3),
-                        input_share=round(coming.waited / seconds, 4),
+                        input_share=round(prefetched.waited / seconds, 4),
                     )
                     epoch = (count - 1) // epoch_steps + 1
                     note = f"epoch {epoch}/{recipe.epochs}, loss {values['loss']:.3f}"
                     report(count, f"{note}, accuracy {values['accuracy']:.2f}")
-                if stop or count == last or count % (save_every * epoch_steps) == 0:
+                if stop or count == last_step or count % (save_every * epoch_steps) == 0:
                     checkpoints.save(layout.read(state), recipe, seed)
                 if stop:
                     raise UserError(
@@ -110,15 +110,17 @@ def train(
 def programs(
     recipe: Recipe, epoch_steps: int, way: str
 ) -> tuple[devices.Alone, Callable, Callable]:
-    """What a run computes with; cached, so that a run resumed in one process compiles once.
+    """The device layout and the compiled functions of a run.
+
+    They are cached, so that a run resumed in the same process does not compile again.
 
     Args:
       recipe: what to train.
-      epoch_steps: steps an epoch.
+      epoch_steps: steps per epoch.
       way: a key of ``devices.WAYS``.
 
     Returns:
-      The way's layout of devices, ``create(key)`` and ``step(state, inputs, labels)``.
+      The layout, ``create(key)`` and ``step(state, inputs, labels)``.
     """
     layout = devices.WAYS[way](recipe.batch_size)
     tx = step.optimizer(recipe, epoch_steps)
@@ -134,14 +136,14 @@ def programs(
 
 
 def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[step.TrainState, int]:
-    """State and step to start from; refuses to mix two runs in one folder."""
+    """The state and the step to start from. Raises UserError if the folder holds another run."""
     fresh = jax.tree.map(np.asarray, fresh)
     if checkpoints.latest() is None:
         return fresh, 0
     run = checkpoints.run
     if not resume:
         raise UserError(
-            f"{run} holds a run that got to step {checkpoints.latest()}: continue with --resume, "
+            f"{run} holds a run that is at step {checkpoints.latest()}: continue with --resume, "
             f"or name another folder with --run"
         )
 
@@ -164,10 +166,10 @@ def _check_finite(loss, count, checkpoints) -> None:
 
 @contextlib.contextmanager
 def _stop_on_signal():
-    """Turns Ctrl-C and SIGTERM into a request to stop after the step; a second one acts at once.
+    """Turns Ctrl-C and SIGTERM into a request to stop after the current step.
 
-    Yields a function that says whether a stop was requested.  Outside the main thread, where
-    Python cannot catch signals, nothing is changed.
+    A second signal acts at once.  Yields a function that says whether a stop was requested.
+    Outside the main thread, where Python cannot catch signals, nothing is changed.
     """
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():

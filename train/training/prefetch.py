@@ -1,4 +1,4 @@
-"""Batches made one ahead in a thread, and how long the training loop waited for them."""
+"""Makes batches one step ahead in a thread, and measures how long the loop waits for them."""
 
 import concurrent.futures
 import time
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Prefetch:
-    """Iterates over ``make(index)`` for ``start <= index < stop``, each made one ahead.
+    """Iterates over ``make(index)`` for ``start <= index < stop``, computed one value ahead.
 
     Attributes:
-      waited: seconds that the consumer has stood still for.
+      waited: seconds that the consumer has waited so far.
     """
 
     def __init__(self, make: Callable[[int], Any], start: int, stop: int):
@@ -21,11 +21,11 @@ class Prefetch:
         if not self._range:
             return
         with concurrent.futures.ThreadPoolExecutor(1, "prefetch") as pool:
-            coming = pool.submit(self._make, self._range[0])
+            next_value = pool.submit(self._make, self._range[0])
             for index in self._range:
                 began = time.perf_counter()
-                value = coming.result()
+                value = next_value.result()
                 self.waited += time.perf_counter() - began
                 if index + 1 in self._range:
-                    coming = pool.submit(self._make, index + 1)
+                    next_value = pool.submit(self._make, index + 1)
                 yield value

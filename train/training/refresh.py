@@ -1,8 +1,9 @@
 """The supervised refresh after replacement (paper, shallow MNIST protocol), and its control.
 
-After a one-layer model was compiled with a residual log-sum-exp dual fit, the ASAP coefficients,
-the token bias, the attention's output projection, the layer norms and the classifier head are
-trained for a few epochs. The control trains the Sinkhorn teacher itself for as many epochs.
+A one-layer model is compiled with a residual log-sum-exp fit of the dual. Then the ASAP
+coefficients, the token bias, the attention's output projection, the layer norms and the classifier
+head are trained for a few epochs. The control trains the Sinkhorn teacher for the same number of
+epochs.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ class Accuracies:
 
     Attributes:
       replaced, refreshed: the compiled model, right after replacement and after the refresh.
-      teacher, continued: the Sinkhorn teacher, and the same trained on.
+      teacher, continued: the Sinkhorn teacher, before and after the extra epochs.
     """
 
     replaced: float
@@ -41,7 +42,7 @@ class Accuracies:
 
 
 def freeze_features(variables: dict, frozen: bool) -> dict:
-    """Compiled variables whose sliced features pass no gradient (or pass the sort's again)."""
+    """Compiled variables with sliced features that are frozen (pass no gradient), or not."""
 
     def set_frozen(family):
         return family.replace(frozen=frozen) if isinstance(family, aj.SlicedPotentials) else family
@@ -71,16 +72,17 @@ def continue_training(
     learning_rate: float = LEARNING_RATE,
     title: str,
 ) -> dict:
-    """Trains some leaves of a model's variables for ``epochs`` more.
+    """Trains some leaves of a model's variables for a few more epochs.
 
     Args:
-      recipe: of the teacher: model, batches, normalisation.
+      recipe: recipe of the teacher; gives the model and the batches.
       variables: linen variables, compiled or not.
       examples: the training split.
-      labels: from variables to ``"train"`` / ``"keep"`` per leaf.
-      seed: order of the data.
-      epochs, learning_rate: of Adam, constant.
-      title: of the progress bar.
+      labels: from variables to ``"train"`` or ``"keep"`` for every leaf.
+      seed: fixes the order of the data.
+      epochs: number of epochs.
+      learning_rate: constant learning rate of Adam.
+      title: title of the progress bar.
 
     Returns:
       The trained variables.
@@ -119,14 +121,14 @@ def run(
     epochs: int = EPOCHS,
     learning_rate: float = LEARNING_RATE,
 ) -> Accuracies:
-    """The refresh of a compiled teacher and its control.
+    """Runs the refresh of a compiled teacher, and its control.
 
     Args:
       teacher: the Sinkhorn teacher.
       compiled: its compiled variables.
       train, test: the splits.
-      frozen: features frozen; otherwise almost-everywhere sort gradients flow through them.
-      epochs, learning_rate: of both trainings.
+      frozen: freeze the features; otherwise gradients pass through their sorts.
+      epochs, learning_rate: settings of both trainings.
     """
     recipe = teacher.recipe
     settings = dict(seed=teacher.seed, epochs=epochs, learning_rate=learning_rate)
@@ -148,6 +150,10 @@ def run(
     )
     apply = jax.jit(factory.build(recipe).apply)
     images = recipe.inputs.prepare(test)
-
-    models = (compiled, refreshed, teacher.variables, continued)
-    return Accuracies(*(accuracy(predict(apply, one, images), test.labels) for one in models))
+    score = lambda variables: accuracy(predict(apply, variables, images), test.labels)
+    return Accuracies(
+        replaced=score(compiled),
+        refreshed=score(refreshed),
+        teacher=score(teacher.variables),
+        continued=score(continued),
+    )

@@ -1,4 +1,4 @@
-"""Run folders: where a run writes its checkpoints, metrics, compiled model, tables and pictures."""
+"""Run folders: a run writes its checkpoints, metrics, compiled layers and tables there."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ def folder(recipe_name: str, seed: int, chosen: str | os.PathLike | None = None)
 
 
 class MetricsLog:
-    """Metrics as JSON lines, each with its ``step``; flushed line by line.
+    """Writes metrics as JSON lines, each with its ``step``, and flushes every line.
 
-    Of a run on several hosts only the first writes.
+    On several hosts only the first one writes.
     """
 
     def __init__(self, run: pathlib.Path, *, resumed_at: int = 0):
-        """Opens ``metrics.jsonl`` in ``run``; lines past step ``resumed_at`` are dropped."""
+        """Opens ``metrics.jsonl`` in ``run`` and drops lines after step ``resumed_at``."""
         self._file = None
         if not devices.is_first():
             return
@@ -34,8 +34,8 @@ class MetricsLog:
         lines = []
         if path.exists():
             for line in path.read_text().splitlines():
-                with_step = _parse(line)
-                if with_step is not None and with_step["step"] <= resumed_at:
+                entry = _parse(line)
+                if entry is not None and entry["step"] <= resumed_at:
                     lines.append(line)
         run.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".tmp")
@@ -48,11 +48,11 @@ class MetricsLog:
 
     def __exit__(self, *_):
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk was reported when a line was written
+            with contextlib.suppress(OSError):  # write() has already reported a full disk
                 self._file.close()
 
     def write(self, step: int, **values: Any) -> None:
-        """Adds one line."""
+        """Adds one line; raises UserError if it cannot be written."""
         if self._file is None:
             return
         try:
@@ -66,7 +66,7 @@ class MetricsLog:
 
 
 def _parse(line: str) -> dict | None:
-    """A line of the log, or None for one that a killed run left unfinished."""
+    """The values of one line, or None if a killed run left the line unfinished."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Both splits of a recipe's data set."""
+"""Reads the training and the test split of a recipe."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ from train.runtime import devices
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The two splits of a recipe's data set and where they were read.
+    """The two splits of a recipe's data set, and the folder they were read from.
 
     Attributes:
       train, test: the examples.
@@ -33,31 +33,31 @@ def load_data(
     """Reads both splits of the recipe's data set.
 
     Args:
-      recipe: says which set.
-      data_dir: TFDS folder.
-      run: run folder, where a text recipe stores its tokenizer; None stores it nowhere.
+      recipe: names the data set and its splits.
+      data_dir: TFDS folder, see ``tfds.resolve``.
+      run: run folder in which a text recipe stores its tokenizer, or None to store nothing.
 
     Raises:
-      UserError: the set is not there; the stored tokenizer does not fit.
+      UserError: the data set does not exist, or the stored tokenizer cannot be used.
     """
     folder = tfds.resolve(data_dir, packaged=recipe.packaged)
     splits = dict(zip(("train", "test"), recipe.splits, strict=True))
     sources = {key: tfds.read(recipe.dataset, name, folder) for key, name in splits.items()}
-    values = recipe.inputs.load({key: read for key, (read, _) in sources.items()}, run)
+    values = recipe.inputs.load({key: records for key, (records, _) in sources.items()}, run)
     examples = {
         key: Examples(
             values=values[key],
-            labels=np.array([one["label"] for one in read], np.int32),
+            labels=np.array([example["label"] for example in records], np.int32),
             class_names=names,
             unit=recipe.inputs.unit,
         )
-        for key, (read, names) in sources.items()
+        for key, (records, names) in sources.items()
     }
     return Split(**examples, data_dir=folder)
 
 
 def announce(split: Split) -> None:
-    """Prints what was read and from where, so that a subset is not mistaken for the full set."""
+    """Prints how much was read, so that a subset is not mistaken for the full data set."""
     if not devices.is_first():
         return
     progress.console().print(

@@ -1,4 +1,4 @@
-"""The pure training step: cross entropy, Adam, a learning rate that drops by steps."""
+"""The pure training step: cross entropy, and Adam with a learning rate that drops in steps."""
 
 import functools
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from train.recipes.schema import Recipe
 
 @flax.struct.dataclass
 class TrainState:
-    """All that changes while training.
+    """Everything that changes in training.
 
     Attributes:
-      step: steps taken, a 0-d int32 array; with the seed it also fixes the next batch.
+      step: number of steps taken, a 0-d int32 array.
       params: the model's parameters.
       opt_state: the optimiser's state.
-      rng: data of the run's random key ``(2,)`` uint32; with the step it fixes the dropout.
+      rng: data of the run's random key, ``(2,)`` uint32; dropout depends on it and on the step.
     """
 
     step: jax.Array
@@ -38,12 +38,13 @@ def optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformat
 def create(
     model: nn.Module, tx: optax.GradientTransformation, inputs: jax.Array, key: jax.Array
 ) -> TrainState:
-    """A fresh state, to be jitted.
+    """The state before the first step.
 
     Args:
-      model, tx: what is trained, and by which optimiser.
-      inputs: a batch that only lends its shape.
-      key: of the run.
+      model: the model to train.
+      tx: the optimiser.
+      inputs: a batch; only its shape and dtype are used.
+      key: random key of the run.
     """
     params = model.init(key, inputs)["params"]
     return TrainState(
@@ -55,7 +56,7 @@ def create(
 
 
 def loss_and_accuracy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean cross entropy in nats and share of right answers.
+    """Mean cross entropy in nats and share of correct predictions.
 
     Args:
       logits: ``(batch, classes)``.
@@ -81,13 +82,13 @@ def train_step(
       state: before the step.
       inputs: ``(batch, ...)``, normalised images or tokens.
       labels: ``(batch,)`` integers.
-      model_at: from the step to the linen module, see ``train.factory.training``.
+      model_at: from the step to the linen module, see ``train.training.factory.training``.
       tx: the optimiser of ``state``.
       axis_name: average gradients and metrics over this mapped axis (``jax.pmap``).
-      accumulate: parts of the batch, which it divides, that go through the model one by one.
+      accumulate: number of equal parts of the batch that go through the model one after the other.
 
     Returns:
-      ``(state, {"loss", "accuracy"})`` after the step; the metrics are of the batch before it.
+      The state after the step, and ``{"loss", "accuracy"}`` of the batch before the update.
     """
     model = model_at(state.step)
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
@@ -118,7 +119,7 @@ def train_step(
 
 def _mean_over_parts(function, inputs, labels, key, parts: int):
     """Mean of ``function(inputs, labels, key)`` over equal parts of the batch, one at a time."""
-    # Every parts-th row, so that rows stay on their devices.
+    # Each part takes every parts-th row, so that rows stay on their devices.
     cut = lambda x: jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
     part = (cut(inputs), cut(labels), jax.random.split(key, parts))
     shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], part))

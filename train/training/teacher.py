@@ -1,4 +1,4 @@
-"""A trained teacher: its parameters and its answers."""
+"""A trained teacher: its parameters and its predictions."""
 
 import dataclasses
 import os
@@ -18,9 +18,9 @@ class Teacher:
     """A trained model.
 
     Attributes:
-      recipe: what it was trained by.
+      recipe: the recipe it was trained with.
       seed: seed of the run.
-      step: steps taken.
+      step: number of steps taken.
       variables: the linen variables, ``{"params": ...}``.
     """
 
@@ -31,10 +31,10 @@ class Teacher:
 
 
 def load_teacher(run: str | os.PathLike) -> Teacher:
-    """The newest good checkpoint of a run folder.
+    """Loads the newest good checkpoint of a run folder.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no good checkpoint.
     """
 
     def like(about: About) -> step.TrainState:
@@ -54,9 +54,9 @@ def predict(
 
     Args:
       apply: ``apply(variables, inputs)``, the jitted ``apply`` of a linen module.
-      variables: the module's; with the ``"asap"`` collection the compiled operator runs.
-      inputs: of the model, ``(examples, ...)``.
-      batch_size: examples a call.
+      variables: variables of the module; with the collection ``"asap"`` the compiled layers run.
+      inputs: inputs of the model, ``(examples, ...)``.
+      batch_size: examples per call.
 
     Returns:
       ``(examples, classes)``.
@@ -69,12 +69,12 @@ def predict(
 
 
 def accuracy_on(teacher: Teacher, examples: Examples) -> float:
-    """Share of the examples that the teacher classifies rightly."""
+    """Share of the examples that the teacher classifies correctly."""
     inputs = teacher.recipe.inputs.prepare(examples)
     apply = jax.jit(factory.build(teacher.recipe).apply)
     return accuracy(predict(apply, teacher.variables, inputs), examples.labels)
 
 
 def accuracy(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Share of rows of ``(examples, classes)`` logits whose largest entry is at the label."""
+    """Share of the rows of ``(examples, classes)`` logits whose largest entry is at the label."""
     return float(np.mean(logits.argmax(-1) == labels))

@@ -95,7 +95,7 @@ def test_sharpness_is_a_factor_of_the_first_input():
     chex.assert_trees_all_equal(sharp_k, k)
 
 
-def test_predicting_alone_is_timed_beside_softmax(tmp_path):
+def test_the_prediction_alone_is_timed_together_with_softmax(tmp_path):
     rows = features.run(lengths=(8,), rounds=1, out=tmp_path)
     names = [row.name for row in rows]
     assert names == [*DENSE, "prediction, moments", "prediction, 32 slices"]
@@ -127,7 +127,7 @@ def test_every_instruction_of_a_program_belongs_to_a_part_of_the_method():
         assert expected <= set(parts.values()) <= expected | {"moving data", "rest"}
 
 
-def test_a_trace_finds_the_parts_of_a_call(tmp_path, capsys):
+def test_a_trace_measures_the_parts_of_a_call(tmp_path, capsys):
     found = trace.run(lengths=(40,), calls=2, out=tmp_path)
     assert set(found["N=40"]) == set(trace.COMPARED)
     for name, row in found["N=40"].items():

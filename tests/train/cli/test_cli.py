@@ -17,7 +17,7 @@ COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_sub_command_explains_itself(command, capsys):
+def test_every_sub_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as end:
         parser.main([command, "--help"])
     assert end.value.code == 0
@@ -54,7 +54,7 @@ def test_recipes_are_listed_with_cost_and_expected_accuracy(capsys):
         assert recipe.expected in text
 
 
-def test_a_fault_of_the_user_is_one_line_and_status_1(tmp_path, capsys):
+def test_a_user_error_is_one_line_and_exit_status_1(tmp_path, capsys):
     assert parser.main(["compile", str(tmp_path / "nothing")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: no checkpoint in ")
@@ -74,9 +74,9 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
         (["demo", "--batch-size", "-3"], "batch_size -3 must be at least 1"),
         (
             ["demo", "--batch-size", "5000"],
-            "batch_size 5000 must be in 1..2000, the training images",
+            "batch_size 5000 must be in 1..2000, the number of training images",
         ),
-        (["demo", "--batch-size", "51"], "does not share out evenly among 2 devices"),
+        (["demo", "--batch-size", "51"], "cannot be divided evenly among 2 devices"),
         (["demo", "--patch-size", "5"], "patch_size 5 must divide the 28x28 pixels"),
         (["demo", "--epochs", "0"], "epochs 0 must be at least 1"),
         (["demo", "--learning-rate", "nan"], "learning_rate nan must be above 0"),
@@ -89,7 +89,7 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_setting_out_of_range_is_one_line_that_names_it(tmp_path, capsys, given, message):
+def test_a_setting_out_of_range_gives_one_line_that_names_it(tmp_path, capsys, given, message):
     assert parser.main(["train", *given, "--run", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert message in error
@@ -106,7 +106,7 @@ def test_a_linear_baseline_is_printed(tiny, monkeypatch, capsys):
     )
 
 
-def test_train_compile_evaluate_in_a_row(minute, tmp_path, monkeypatch, capsys):
+def test_train_compile_and_evaluate_work_together(minute, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(catalogue.RECIPES, "minute", minute)
     monkeypatch.setenv(tfds.VARIABLE, str(tfds.PACKAGED))
     run = str(tmp_path / "run")
@@ -153,7 +153,7 @@ def test_the_fits_and_their_settings_are_those_of_the_library(capsys):
     assert all(name in error for name in ("moments", "paper", "auto", "large codebook, weighted"))
 
 
-def test_every_candidate_of_the_library_can_be_named():
+def test_every_candidate_of_the_library_can_be_chosen_by_name():
     for candidate in aj.THOROUGH:
         arguments = parser.parser().parse_args(
             ["compile", "run", "--fit", candidate.name, "--closures", "1"]

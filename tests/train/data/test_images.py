@@ -39,7 +39,7 @@ def test_packaged_images_do_not_repeat():
     assert len(everything) == 2500
 
 
-def test_packaged_data_carry_their_licence():
+def test_packaged_data_have_their_licence():
     notice = (tfds.PACKAGED / "LICENSE-fashion_mnist.txt").read_text()
     assert "Copyright © 2017 Zalando SE, https://tech.zalando.com" in notice
     assert "Permission is hereby granted" in notice
@@ -76,7 +76,7 @@ def test_nothing_imports_tensorflow():
 
 
 @pytest.mark.parametrize("name", ["mnist", "no_such_set"])
-def test_a_missing_set_is_named_with_what_to_do_in_one_line(name, tmp_path):
+def test_a_missing_data_set_is_a_one_line_error_that_says_what_to_do(name, tmp_path):
     with pytest.raises(errors.UserError) as fault:
         tfds.read(name, "train", tmp_path)
     message = str(fault.value)
@@ -92,14 +92,14 @@ def test_a_missing_split_is_named():
         load("validation")
 
 
-def test_a_missing_extra_is_named_with_what_to_do():
+def test_a_missing_extra_is_an_error_that_says_what_to_install():
     with pytest.raises(
         errors.UserError, match=r"no_such_module .* pip install 'asap_jax\[train\]'"
     ):
         errors.need("no_such_module.inside")
 
 
-def test_the_folder_is_the_argument_then_the_environment_then_the_packaged_one(monkeypatch):
+def test_the_data_folder_is_the_argument_else_the_environment_else_the_packaged_one(monkeypatch):
     monkeypatch.delenv(tfds.VARIABLE, raising=False)
     assert tfds.resolve(None) == tfds.PACKAGED
     monkeypatch.setenv(tfds.VARIABLE, "elsewhere")
@@ -108,7 +108,7 @@ def test_the_folder_is_the_argument_then_the_environment_then_the_packaged_one(m
     assert tfds.resolve(None, packaged=True) == tfds.PACKAGED
 
 
-def test_batches_depend_on_seed_and_step_alone(examples, tiny):
+def test_batches_depend_only_on_seed_and_step(examples, tiny):
     one = Batches(examples, tiny.inputs, 20, seed=3)
     two = Batches(examples, tiny.inputs, 20, seed=3)
     for step in (0, 1, 10, 25):
@@ -133,7 +133,7 @@ def test_an_epoch_shows_every_image_once_and_the_next_another_order(examples):
 
 
 @pytest.mark.parametrize("size", [0, 201])
-def test_a_batch_size_that_cannot_be_is_refused(size, examples, tiny):
+def test_a_batch_size_out_of_range_is_refused(size, examples, tiny):
     with pytest.raises(errors.UserError, match=f"batch_size {size} must be in 1..200"):
         Batches(examples, tiny.inputs, size, seed=0)
 

@@ -72,7 +72,7 @@ def test_the_stored_tokenizer_is_used_and_a_damaged_one_named(tmp_path):
         text.tokenizer_for(SENTENCES, TOKENS, tmp_path)
 
 
-def test_of_several_hosts_the_first_stores_the_tokenizer(tmp_path, monkeypatch):
+def test_only_the_first_host_stores_the_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     second = text.tokenizer_for(SENTENCES, TOKENS, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -81,7 +81,7 @@ def test_of_several_hosts_the_first_stores_the_tokenizer(tmp_path, monkeypatch):
     assert (tmp_path / text.FILE).exists()
 
 
-def test_batches_of_texts_depend_on_seed_and_step_and_hide_tokens_but_no_pads(rng):
+def test_batches_of_texts_depend_on_seed_and_step_and_hide_tokens_except_pads(rng):
     rows = rng.integers(2, 60, (100, 7)).astype(np.int32)
     rows[:, 5:] = 0
     examples = Examples(rows, np.arange(100, dtype=np.int32), ("a",), "texts")
@@ -104,7 +104,7 @@ def test_positions_count_from_one_with_pads_at_zero_and_the_table_is_sines():
     np.testing.assert_allclose(table[3, 5], np.cos(3 / 10000 ** (4 / 6)), rtol=1e-6)
 
 
-def test_padded_text_masks_keys_alone_with_unit_columns(recipe, tokens):
+def test_padded_text_masks_only_keys_and_has_unit_columns(recipe, tokens):
     model = factory.build(recipe)
     variables = model.init(jax.random.key(0), tokens)
     _, state = model.apply(variables, tokens, mutable=["asap_capture"])
@@ -129,7 +129,7 @@ def test_pads_are_left_out_of_the_pool_unless_asked_for(recipe, tokens):
     assert np.abs(released.apply(variables, tokens[:1]) - short).max() > 1e-3
 
 
-def test_the_quirks_keep_the_parameters_and_do_what_they_say(recipe, tokens):
+def test_options_of_the_released_model_keep_the_parameters_and_work(recipe, tokens):
     model = factory.build(recipe)
     variables = model.init(jax.random.key(0), tokens)
     logits = np.asarray(model.apply(variables, tokens))
@@ -143,7 +143,7 @@ def test_the_quirks_keep_the_parameters_and_do_what_they_say(recipe, tokens):
     )
 
 
-def test_dropout_acts_in_training_alone(recipe, tokens):
+def test_dropout_acts_only_in_training(recipe, tokens):
     model = factory.build(recipe)
     variables = model.init(jax.random.key(0), tokens)
     run = lambda seed: model.apply(

@@ -44,7 +44,7 @@ def table(trained, compiled, test_examples):
     )
 
 
-def test_the_table_has_the_rows_and_columns_promised(table):
+def test_the_table_has_all_rows_and_columns(table):
     assert [row.name for row in table.rows] == ROWS
     assert list(COLUMNS) == [
         "accuracy",
@@ -58,7 +58,7 @@ def test_the_table_has_the_rows_and_columns_promised(table):
     ]
 
 
-def test_the_teacher_row_is_its_own_reference(table):
+def test_the_teacher_row_agrees_with_itself(table):
     row = table.row("teacher")
     assert (row.agreement, row.rel_l2, row.output_rmse, row.ratio) == (1.0, 0.0, 0.0, 1.0)
 
@@ -113,7 +113,7 @@ def test_without_compiled_layers_the_asap_rows_are_left_out(trained, test_exampl
     assert [row.name for row in table.rows] == ["softmax swap", "Sinkhorn S=2", "teacher"]
 
 
-def test_the_table_is_written_with_what_it_was_measured_on(table, tmp_path):
+def test_the_table_is_written_with_its_facts(table, tmp_path):
     text, values = table.report().write(tmp_path, "fidelity")
     markdown = text.read_text()
     for words in (
@@ -151,7 +151,7 @@ def test_the_table_prints_whole_in_100_columns(table):
     assert all(name in printed for name in ROWS)
 
 
-def test_both_endings_come_from_one_fit(trained, compiled):
+def test_both_endings_use_one_fit(trained, compiled):
     zero, full = operators.compiled(trained.recipe, compiled)
     for path in full.states:
         assert zero.states[path].closures == "one_sided"
@@ -215,9 +215,7 @@ def test_the_picture_shows_the_same_head_under_three_operators(
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_demo_runs_through_and_writes_all_it_promises(
-    tiny, split, tmp_path, monkeypatch, capsys
-):
+def test_the_demo_writes_all_its_files(tiny, split, tmp_path, monkeypatch, capsys):
     small = dataclasses.replace(tiny, epochs=1, batch_size=100, drops=())
     few = dataclasses.replace(
         split, train=split.train.take(slice(300)), test=split.test.take(slice(40))

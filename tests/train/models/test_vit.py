@@ -58,7 +58,7 @@ def test_one_set_of_parameters_serves_every_family_and_one_step_is_softmax(tiny,
     assert np.abs(logits["S=10"] - logits["softmax"]).max() > 1e-4
 
 
-def test_head_width_is_free_of_the_model_width(images):
+def test_head_width_does_not_depend_on_the_model_width(images):
     sizes = ViTSizes(patch_size=7, width=12, depth=1, num_heads=2, head_dim=64, mlp_dim=8)
     model = VisionTransformer(10, sizes, lambda layer: aj.softmax_attention)
     params = model.init(jax.random.key(0), images)["params"]

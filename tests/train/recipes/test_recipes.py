@@ -23,7 +23,7 @@ def test_a_recipe_survives_a_round_trip_through_json(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_recipe_says_what_it_costs_and_gives(name):
+def test_a_recipe_states_its_cost_and_expected_accuracy(name):
     recipe = catalogue.find(name)
     assert recipe.name == name
     assert recipe.summary
@@ -32,7 +32,7 @@ def test_a_recipe_says_what_it_costs_and_gives(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_recipe_builds_a_model_for_its_images(name):
+def test_a_recipe_builds_a_model_for_its_inputs(name):
     recipe = catalogue.find(name)
     model = factory.build(recipe)
     images = recipe.example_inputs(2)
@@ -40,7 +40,7 @@ def test_a_recipe_builds_a_model_for_its_images(name):
     assert logits.shape == (2, recipe.num_classes)
 
 
-def test_the_demo_has_two_layers_and_ten_steps_at_least():
+def test_the_demo_has_two_layers_and_ten_steps():
     assert catalogue.DEMO.model.depth >= 2
     assert catalogue.DEMO.spec.num_steps == 10
     assert catalogue.DEMO.packaged
@@ -52,7 +52,7 @@ def test_differences_name_the_setting_and_both_values():
     assert line == f"batch_size was {catalogue.DEMO.batch_size} and is now 7"
 
 
-def test_an_unknown_recipe_is_refused_with_the_list():
+def test_an_unknown_recipe_is_an_error_that_lists_the_recipes():
     with pytest.raises(UserError, match=r"no recipe 'nothing': choose one of .*demo"):
         catalogue.find("nothing")
 

@@ -48,13 +48,13 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize(("way", "accumulate"), [("jit", 1), ("jit", 4), ("pmap", 4)])
-def test_two_devices_take_the_steps_of_one(recipe, examples, way, accumulate):
+def test_two_devices_take_the_same_steps_as_one(recipe, examples, way, accumulate):
     assert jax.device_count() == 2
     parts = dataclasses.replace(recipe, accumulate=accumulate)
     assert_close(first_moments(way, parts, examples), first_moments("alone", recipe, examples))
 
 
-def test_annealing_goes_by_the_step_on_two_devices_too(recipe, examples):
+def test_annealing_follows_the_step_on_two_devices(recipe, examples):
     other = dataclasses.replace(recipe, attention="esp_annealed")
     assert_close(first_moments("jit", other, examples), first_moments("alone", other, examples))
 
@@ -76,12 +76,12 @@ def test_dropout_under_jit_is_that_of_one_device(recipe, examples):
 
 
 @pytest.mark.parametrize("way", [devices.Sharded, devices.Mapped])
-def test_a_batch_that_does_not_share_out_evenly_is_refused(way):
-    with pytest.raises(UserError, match=r"batch_size 7 does not share out evenly among 2 devices"):
+def test_a_batch_that_cannot_be_divided_evenly_is_refused(way):
+    with pytest.raises(UserError, match=r"batch_size 7 cannot be divided evenly among 2 devices"):
         way(7)
 
 
-def test_a_run_may_go_on_in_the_other_way(recipe, examples, tmp_path):
+def test_a_run_can_resume_with_the_other_parallel_way(recipe, examples, tmp_path):
     whole = loop.train(recipe, examples, tmp_path / "whole")
     loop.train(recipe, examples, tmp_path / "parts", stop_after=2)
     parts = loop.train(recipe, examples, tmp_path / "parts", resume=True, way="pmap")
@@ -93,7 +93,7 @@ def test_a_run_may_go_on_in_the_other_way(recipe, examples, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-def test_the_parts_of_a_batch_are_the_batch(minute, examples):
+def test_the_shares_of_all_processes_make_the_whole_batch(minute, examples):
     pixels = dataclasses.replace(minute.inputs, shift=2, flip=True)
     batches = Batches(examples, pixels, 20, seed=3)
     whole = batches.at(5)
@@ -111,7 +111,7 @@ def test_losses_are_printed_side_by_side(recipe, capsys):
         np.testing.assert_allclose(losses, found["alone"], atol=1e-5)
 
 
-def test_one_device_has_nothing_to_compare(monkeypatch):
+def test_the_parallel_benchmark_needs_two_devices(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     with pytest.raises(UserError, match="JAX_NUM_CPU_DEVICES=2"):
         device_losses.run(2)
@@ -124,7 +124,7 @@ def test_one_device_has_nothing_to_compare(monkeypatch):
         (("localhost:1", 2, None), "needs --num-processes and --process-id"),
     ],
 )
-def test_settings_of_hosts_that_do_not_fit_are_named(given, message):
+def test_incomplete_settings_of_hosts_are_named(given, message):
     with pytest.raises(UserError, match=message):
         devices.connect(*given)
 
@@ -156,7 +156,7 @@ numbers = state.predictor.head.coefficients.tolist()
 """
 
 
-def test_two_processes_train_and_calibrate_as_one(recipe, examples, tmp_path):
+def test_two_processes_train_and_calibrate_like_one(recipe, examples, tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_json()))
     with socket.socket() as free:
         free.bind(("localhost", 0))

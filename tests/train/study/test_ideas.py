@@ -91,7 +91,7 @@ def test_settings_of_the_other_study_are_refused(run, capsys):
     assert "study ideas takes no --thorough" in capsys.readouterr().err
 
 
-def test_candidates_take_other_features(rng):
+def test_candidates_accept_other_feature_families(rng):
     with pytest.raises(ValueError, match="features must hold a feature family"):
         aj.Candidate("x", features=())
     with pytest.raises(TypeError, match="features"):

@@ -131,7 +131,7 @@ def test_score_spread_is_the_standard_deviation_of_active_scores(done, cases):
     np.testing.assert_allclose(float(found), expected, rtol=1e-5)
 
 
-def test_fits_come_closer_than_what_they_replace(values):
+def test_compiled_layers_are_closer_to_the_teacher_than_baselines(values):
     rel_l2 = {name: values[name]["rel_l2"] for name in NAMES}
     for kind in ("Moments", "Auto"):
         assert rel_l2[f"{kind}, 2 closures"] < rel_l2["Sinkhorn S=2"]
@@ -191,7 +191,7 @@ def predictors(d):
 
 
 @pytest.mark.parametrize("name", ["slices", "moments", "codebook", "hidden"])
-def test_the_count_is_that_of_the_traced_program(name):
+def test_the_cost_equals_the_count_of_the_traced_program(name):
     n, m, d = 7, 5, 4
     predictor = predictors(d)[name]
     q, k = jnp.ones((1, n, d)), jnp.ones((1, m, d))
@@ -200,7 +200,7 @@ def test_the_count_is_that_of_the_traced_program(name):
     assert round(counted) == matrix_multiply_adds(traced.jaxpr)
 
 
-def test_a_chain_pays_for_every_correction():
+def test_the_cost_includes_every_correction():
     n, m, d = 7, 5, 4
     plain = predictors(d)["moments"]
     correction = aj.Correction((aj.Moments(),), aj.LinearHead(jnp.ones((1, d + 9))))
@@ -221,7 +221,7 @@ def test_logit_kl_is_the_mean_divergence_of_the_answers():
     assert np.isfinite(fidelity.logit_kl(1e3 * ours, 1e3 * theirs))
 
 
-def test_answers_are_compared_with_the_teachers(done, run, values):
+def test_predictions_are_compared_with_the_teachers(done, run, values):
     (group,) = done[0].groups
     trained = load_teacher(run)
     split = load_data(trained.recipe)
@@ -294,7 +294,7 @@ def test_the_tables_print_whole_and_hold_what_is_stored(done, seeds, tmp_path):
     assert [one["seed"] for one in found["teachers"]] == [0, 1, 2]
 
 
-def test_what_json_has_no_number_for_is_text(done, tmp_path):
+def test_infinities_are_stored_in_json_as_text(done, tmp_path):
     (group,) = done[0].groups
     row = dataclasses.replace(group.teachers[0], score_std=float("inf"))
     group = dataclasses.replace(group, teachers=(row,))
@@ -302,7 +302,7 @@ def test_what_json_has_no_number_for_is_text(done, tmp_path):
     assert json.loads(path.read_text())["groups"][0]["teachers"][0]["score_std"] == "inf"
 
 
-def test_facts_say_what_was_measured_on_what(done):
+def test_facts_say_what_the_figures_were_measured_on(done):
     found, out = done
     (group,) = found.groups
     assert "60 test images" in group.facts["data"]
@@ -315,7 +315,7 @@ def test_facts_say_what_was_measured_on_what(done):
     assert json.loads((out / "study.json").read_text())["facts"] == found.facts
 
 
-def test_the_plot_has_a_panel_a_group_with_medians_and_ranges(done, seeds):
+def test_the_plot_has_one_panel_per_group_with_medians_and_ranges(done, seeds):
     (group,) = done[0].groups
     three = dataclasses.replace(group, lines=results.lines_of(seeds))
     drawn = closures_plot.figure(dataclasses.replace(done[0], groups=(three, group)))
@@ -342,7 +342,7 @@ def untrained(recipe, seed=0, **changes):
     return Teacher(dataclasses.replace(recipe, **changes), seed, 1, {})
 
 
-def test_teachers_of_one_recipe_are_a_group_and_labels_tell_groups_apart(tiny):
+def test_teachers_of_one_recipe_form_a_group_and_groups_have_different_labels(tiny):
     found = groups.groups_of(
         [
             ("a", untrained(tiny)),
@@ -360,11 +360,11 @@ def test_teachers_of_one_recipe_are_a_group_and_labels_tell_groups_apart(tiny):
 
 
 def test_the_same_teacher_twice_is_refused(tiny):
-    with pytest.raises(UserError, match="a and b are the same teacher of seed 0: leave one out"):
+    with pytest.raises(UserError, match="a and b have the same recipe and seed 0: leave one out"):
         groups.groups_of([("a", untrained(tiny)), ("b", untrained(tiny))])
 
 
-def test_bad_runs_are_named_with_what_to_do(minute, run, tmp_path, capsys, monkeypatch):
+def test_unusable_runs_are_errors_that_say_what_to_do(minute, run, tmp_path, capsys, monkeypatch):
     assert parser.main(["study", "fidelity"]) == 1
     assert "there is no run folder: train teachers with" in capsys.readouterr().err
     missing = str(tmp_path / "missing")
@@ -396,7 +396,7 @@ def test_a_short_teacher_is_compiled_for_fewer_closures_than_it_has_steps():
         (6, "key", 2, (2, "column")),
     ],
 )
-def test_an_entry_knows_its_closures_and_where_they_end(steps, side, closures, expected):
+def test_an_entry_has_its_closures_and_their_last_side(steps, side, closures, expected):
     spec = aj.SinkhornSpec(num_steps=steps)
     predictor = aj.Predictor(features=(aj.Moments(),), head=None, side=side)
     states = {("block",): aj.CompiledState(predictor, spec, closures)}
@@ -405,7 +405,7 @@ def test_an_entry_knows_its_closures_and_where_they_end(steps, side, closures, e
     assert (entry.closures, entry.ends) == expected
 
 
-def test_figures_are_stored_with_the_run_and_read_again_under_the_same_settings(
+def test_figures_are_stored_in_the_run_folder_and_read_again_for_the_same_settings(
     done, run, tmp_path, monkeypatch
 ):
     """A NaN goes through the file; other settings, a damaged file or --again measure again."""

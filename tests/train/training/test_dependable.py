@@ -126,7 +126,9 @@ def lose(folder):
 
 
 @pytest.mark.parametrize("damage", [cut, flip, forge, lose])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, damage, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
+    finished, damage, tmp_path, capsys
+):
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
     damage(run / "checkpoints" / str(STEPS))
@@ -135,7 +137,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, damage,
     assert f"the checkpoint of step {STEPS} in {run}/checkpoints is damaged" in text
 
 
-def test_a_run_goes_on_from_the_last_good_checkpoint(minute, examples, finished, tmp_path, capsys):
+def test_a_run_resumes_from_the_last_good_checkpoint(minute, examples, finished, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
     cut(run / "checkpoints" / str(STEPS))
@@ -146,7 +148,7 @@ def test_a_run_goes_on_from_the_last_good_checkpoint(minute, examples, finished,
     assert [place.name.split("-")[0] for place in (run / "damaged").iterdir()] == [str(STEPS)]
 
 
-def test_no_good_checkpoint_at_all_is_an_error(finished, tmp_path):
+def test_a_folder_with_only_damaged_checkpoints_is_an_error(finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
     cut(run / "checkpoints")

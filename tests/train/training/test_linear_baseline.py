@@ -14,7 +14,7 @@ from train.training import linear_baseline
 from train.training.splits import Split
 
 
-def test_the_fit_is_the_optimum_that_another_solver_finds(rng):
+def test_the_fit_equals_the_optimum_of_another_solver(rng):
     x = rng.standard_normal((60, 4)).astype(np.float32)
     labels = rng.integers(0, 3, 60)
     weights, bias = linear_baseline.fit(x, labels, 3, 1e-2)
@@ -32,7 +32,7 @@ def test_the_fit_is_the_optimum_that_another_solver_finds(rng):
     np.testing.assert_allclose(weights, best.x[:12].reshape(4, 3), atol=1e-3)
 
 
-def test_a_text_is_the_set_of_its_tokens():
+def test_the_features_of_a_text_are_the_set_of_its_tokens():
     recipe = dataclasses.replace(
         catalogue.SMALL_AG_NEWS, inputs=Tokens(("title",), vocab_size=6, length=4)
     )
@@ -44,7 +44,7 @@ def test_a_text_is_the_set_of_its_tokens():
     )
 
 
-def test_pixels_tell_clothes_apart(tiny, examples, test_examples):
+def test_the_pixel_baseline_learns_to_classify_clothes(tiny, examples, test_examples):
     accuracy, decay = linear_baseline.run(tiny, Split(examples, test_examples, tfds.PACKAGED))
     assert 0.55 < accuracy < 0.9  # 200 images teach a linear model this much
     assert decay in linear_baseline.DECAYS

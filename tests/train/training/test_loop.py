@@ -23,7 +23,7 @@ def lines(run):
     return [json.loads(line) for line in (run / run_folder.METRICS).read_text().splitlines()]
 
 
-def test_a_few_true_steps_lower_the_loss(tiny, examples):
+def test_a_few_training_steps_lower_the_loss(tiny, examples):
     model, tx = factory.build(tiny), step.optimizer(tiny, 1000)
     images, labels = Batches(examples, tiny.inputs, 20, seed=0).at(0)
     state = step.create(model, tx, images, jax.random.key(0))
@@ -61,7 +61,7 @@ def test_a_resumed_run_ends_in_the_same_bits(minute, examples, tmp_path):
     assert logged[0] == logged[1]
 
 
-def test_a_checkpoint_gives_back_recipe_seed_step_and_parameters(minute, examples, tmp_path):
+def test_a_checkpoint_restores_recipe_seed_step_and_parameters(minute, examples, tmp_path):
     trained = loop.train(minute, examples, tmp_path, seed=2, stop_after=3)
     loaded = load_teacher(tmp_path)
     assert (loaded.recipe, loaded.seed, loaded.step) == (minute, 2, 3)
@@ -73,7 +73,7 @@ def test_only_the_newest_checkpoints_are_kept(minute, examples, tmp_path):
     loop.train(recipe, examples, tmp_path, save_every=1)
     names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
     assert names == ["6", "8"]
-    assert checkpoints.KEPT == 2
+    assert checkpoints.NUM_KEPT == 2
 
 
 @pytest.mark.parametrize(("epochs", "every"), [(4, 1), (20, 1), (50, 2), (300, 15)])
@@ -91,28 +91,28 @@ def test_at_most_a_twentieth_of_a_run_lies_between_checkpoints(
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(minute, examples, tmp_path):
     loop.train(minute, examples, tmp_path, stop_after=2)
-    with pytest.raises(UserError, match=r"holds a run that got to step 2: continue with --resume"):
+    with pytest.raises(UserError, match=r"holds a run that is at step 2: continue with --resume"):
         loop.train(minute, examples, tmp_path)
 
 
-def test_resuming_with_another_recipe_or_seed_is_refused_by_name(minute, examples, tmp_path):
+def test_resuming_with_another_recipe_or_seed_is_an_error_that_names_it(minute, examples, tmp_path):
     loop.train(minute, examples, tmp_path, stop_after=2)
     other = dataclasses.replace(minute, learning_rate=0.5)
     with pytest.raises(UserError, match=r"learning_rate was 0.001 and is now 0.5; seed was 0"):
         loop.train(other, examples, tmp_path, seed=1, resume=True)
 
 
-def test_resuming_nothing_starts_afresh(minute, examples, tmp_path):
+def test_resuming_an_empty_folder_starts_a_new_run(minute, examples, tmp_path):
     assert loop.train(minute, examples, tmp_path, resume=True, stop_after=1).step == 1
 
 
-def test_a_folder_without_checkpoint_is_named_with_what_to_do(tmp_path):
+def test_a_folder_without_checkpoint_is_an_error_that_says_what_to_do(tmp_path):
     with pytest.raises(UserError, match=r"no checkpoint in .*: train one with `python -m train"):
         load_teacher(tmp_path)
 
 
 @pytest.mark.parametrize("number", loop.SIGNALS, ids=lambda number: number.name)
-def test_ctrl_c_saves_and_says_how_to_go_on(minute, examples, tmp_path, monkeypatch, number):
+def test_ctrl_c_saves_and_says_how_to_resume(minute, examples, tmp_path, monkeypatch, number):
     def interrupt_once(done, note):
         if done == 10:
             os.kill(os.getpid(), number)
@@ -129,7 +129,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(minute, examples, tmp_path, monkeypa
     assert load_teacher(tmp_path).step == 11
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_good_checkpoint(
     minute, examples, tmp_path
 ):
     loop.train(minute, examples, tmp_path, stop_after=4)
