@@ -89,17 +89,9 @@ ENTRIES = {
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 @pytest.mark.parametrize(("name", "kind"), MOVED)
 def test_a_setting_of_a_fit_given_to_a_compile_names_its_place(entry, name, kind):
-    message = rf"^{name} is a setting of a fit now: compile\(\.\.\., fit={kind}\({name}=\.\.\.\)\)$"
+    message = rf"^{name} is a setting of a fit: compile\(\.\.\., fit={kind}\({name}=\.\.\.\)\)$"
     with pytest.raises(TypeError, match=message):
         entry(**{name: 1})
-
-
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_a_recipe_is_called_a_fit(entry):
-    with pytest.raises(
-        TypeError, match=r"^recipe is called fit now: compile\(\.\.\., fit='auto'\)"
-    ):
-        entry(recipe="auto")
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
