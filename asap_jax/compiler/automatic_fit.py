@@ -63,7 +63,7 @@ class AutoFit(Fit["AutomaticLayerFit"]):
             object.__setattr__(self, "time_limit", limit)
         for candidate in self.tries:
             checks.instance("candidates", candidate, Candidate, "Candidates in a tuple")
-        names = self._names
+        names = [candidate.name for candidate in self.tries]
         if not names or len(set(names)) < len(names):
             raise ValueError(
                 f"candidates must be one or more Candidates of different names, got {names}"
@@ -75,10 +75,6 @@ class AutoFit(Fit["AutomaticLayerFit"]):
         return CANDIDATES if self.candidates is None else self.candidates
 
     @property
-    def _names(self) -> list[str]:
-        return [candidate.name for candidate in self.tries]
-
-    @property
     def rungs(self) -> Sequence[int]:
         """The numbers of closures in the ladder, if the teacher has enough steps."""
         return LADDER if self.ladder is None else self.ladder
@@ -87,7 +83,8 @@ class AutoFit(Fit["AutomaticLayerFit"]):
         """Raises ValueError for a name, or a number that no candidate suits."""
         number = number_of_closures(closures)
         if not any(candidate.suits(number, masked=False) for candidate in self.tries):
-            raise ValueError(f"no candidate of {self._names} suits closures={number}")
+            names = [candidate.name for candidate in self.tries]
+            raise ValueError(f"no candidate of {names} suits closures={number}")
 
     def check_teacher(self, path: str, spec: SinkhornSpec, closures: str | int | None) -> None:
         """Raises ValueError also for a ladder beyond the teacher's steps."""
@@ -121,19 +118,15 @@ class AutomaticLayerFit(StoringFit):
         super().__init__(path, record, fit, *settings)
         self.fitted: dict[tuple[str, int], list[tuple[Predictor, dict[str, Any]]]] = {}
 
-    def solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
-        """The predictor of each layer under the best candidate, and figures of its fit."""
+    def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
         records, self.records = self.records, []
         if not records:
             raise ValueError("no active token in the calibration batches")
         choice = [r for i, r in enumerate(records) if is_held_out(i, self.holdout)]
         training = [r for i, r in enumerate(records) if not is_held_out(i, self.holdout)]
         self._fit_all(training)
-        scores = {
-            name: self._scores(name, choice or training)
-            for name, rung in self.fitted
-            if rung == self.closures
-        }
+        names = [name for name, rung in self.fitted if rung == self.closures]
+        scores = {name: self._scores(name, choice or training) for name in names}
         chosen, too_slow = self._choose(scores, training[0][0])
         if choice:  # the choice is final, so refit on the choice batches too
             (candidate,) = (c for c in self.fit.tries if c.name == chosen)
@@ -163,7 +156,7 @@ class AutomaticLayerFit(StoringFit):
     def _scores(self, name: str, records: list[list[Record]]) -> list[float]:
         """Mean rel-l2 of a candidate at the budget on ``records``, per layer of the stack."""
         return [
-            float(np.mean([_rel_l2(batch[i], predictor, self.closures) for batch in records]))
+            float(np.mean([self._rel_l2(batch[i], predictor, self.closures) for batch in records]))
             for i, (predictor, _) in enumerate(self.fitted[name, self.closures])
         ]
 
@@ -171,7 +164,7 @@ class AutomaticLayerFit(StoringFit):
         """The best candidate within the time limit, and the names of slower ones, fastest first."""
         too_slow: list[str] = []
         if self.fit.time_limit is not None:
-            limit = self.fit.time_limit * _seconds(functools.partial(_teacher, record, self.spec))
+            limit = self.fit.time_limit * _seconds(_teacher, record, self.spec)
             times = {name: self._time(record, name, self.closures, 0) for name in scores}
             too_slow = sorted((n for n in scores if times[n] > limit), key=times.__getitem__)
         fast = [name for name in scores if name not in too_slow] or too_slow[:1]
@@ -179,9 +172,13 @@ class AutomaticLayerFit(StoringFit):
         means = {name: float(np.mean(scores[name])) for name in fast}
         return cheapest_good(means, costs), too_slow
 
+    def _rel_l2(self, record: Record, predictor: Predictor, closures: int) -> float:
+        settings = dict(spec=self.spec, predictor=predictor, closures=closures)
+        return float(fidelity.rel_l2(record, functions.asap_attention, **settings))
+
     def _time(self, record: Record, name: str, rung: int, index: int) -> float:
         predictor, _ = self.fitted[name, rung][index]
-        return _seconds(functools.partial(_compiled, record, self.spec, predictor, rung))
+        return _seconds(_compiled, record, self.spec, predictor, rung)
 
     def ladder(self, record: Record, *, timed: bool) -> list[Ladder]:
         """Fidelity, and time if ``timed``, of every operator on one record, layer by layer."""
@@ -189,18 +186,16 @@ class AutomaticLayerFit(StoringFit):
 
     def _one_ladder(self, index: int, record: Record, timed: bool) -> Ladder:
         rows: Ladder = {}
-        teacher_seconds = lambda spec: (
-            _seconds(functools.partial(_teacher, record, spec)) if timed else math.nan
-        )
+        teacher_seconds = lambda spec: _seconds(_teacher, record, spec) if timed else math.nan
         for (name, rung), layers in self.fitted.items():
-            error = _rel_l2(record, layers[index][0], rung)
+            error = self._rel_l2(record, layers[index][0], rung)
             seconds = self._time(record, name, rung, index) if timed else math.nan
             rows.setdefault(name, {})[rung] = Rung(error, seconds)
         for rung in sorted({rung for _, rung in self.fitted}):
             steps = rung + (self.spec.num_steps - rung) % 2
             if steps < self.spec.num_steps:
                 spec = dataclasses.replace(self.spec, num_steps=steps)
-                error = float(fidelity.sinkhorn_rel_l2(record, small=spec))
+                error = float(fidelity.rel_l2(record, functions.sinkhorn_attention, spec=spec))
                 rows.setdefault(SAME_ENDING, {})[rung] = Rung(error, teacher_seconds(spec))
             error = float(fidelity.zero_rel_l2(record, closures=rung))
             rows.setdefault("closures from zero", {})[rung] = Rung(error, math.nan)
@@ -222,17 +217,11 @@ def mean_ladder(ladders: list[Ladder]) -> Ladder:
     """Mean fidelity over the ladders of one layer, and the times of the first."""
     return {
         name: {
-            rung: Rung(
-                float(np.mean([ladder[name][rung].rel_l2 for ladder in ladders])), first.seconds
-            )
-            for rung, first in row.items()
+            n: Rung(float(np.mean([ladder[name][n].rel_l2 for ladder in ladders])), first.seconds)
+            for n, first in row.items()
         }
         for name, row in ladders[0].items()
     }
-
-
-def _rel_l2(record: Record, predictor: Predictor, closures: int) -> float:
-    return float(fidelity.rel_l2(record, predictor, closures=closures))
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -246,12 +235,12 @@ def _teacher(record: Record, spec: SinkhornSpec) -> Result:
     return functions.sinkhorn_attention.core(Call(*record.tokens), spec=spec)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(jitted: Callable[..., Any], *args: Any) -> float:
     """Median wall clock of a jitted call."""
-    jax.block_until_ready(run())
+    jax.block_until_ready(jitted(*args))
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        jax.block_until_ready(run())
+        jax.block_until_ready(jitted(*args))
         times.append(time.perf_counter() - start)
     return float(np.median(times))

@@ -49,9 +49,8 @@ class Calibration(abc.ABC):
     """Collects calibration data, batch by batch, and compiles the model.
 
     ``compile`` calls ``run``, which passes every batch through one frozen teacher. ``add`` may also
-    be called while the teacher still trains. The fit then averages over the teacher states at
-    those calls, and is not exactly the fit of the last state (paper, Appendix "Teacher Attention
-    and Offline Fit").
+    be called while the teacher still trains. The data of the fit are then from all these states of
+    the teacher, not only the last (paper, Appendix "Teacher Attention and Offline Fit").
     """
 
     hint: ClassVar[str]  # how to pass the layers' state through a transform of the framework
@@ -79,20 +78,22 @@ class Calibration(abc.ABC):
         """The records of every layer, by path, of one forward pass with dropout off."""
 
     @abc.abstractmethod
-    def trace(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> None:
+    def _trace(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> None:
         """Traces one forward pass of the compiled teacher; its layers note that they ran."""
 
     @abc.abstractmethod
-    def compiled(self, teacher: Any, states: Mapping[str, CompiledState]) -> dict[str, Any]:
+    def _compiled(self, teacher: Any, states: Mapping[str, CompiledState]) -> dict[str, Any]:
         """The compiled teacher, as a keyword of CompileResult."""
 
-    def check_switched(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> None:
+    def _check_switched(
+        self, teacher: Any, states: Mapping[str, CompiledState], batch: Any
+    ) -> None:
         """Raises ValueError if a layer ignores its state; layers that did not run are skipped."""
         probe = fresh_probe()
         probed = {path: dataclasses.replace(s, probe=probe) for path, s in states.items()}
         ran = self.records(teacher, batch)
         with observe() as observer:
-            self.trace(teacher, probed, batch)
+            self._trace(teacher, probed, batch)
         missing = [path for path in states if path in ran and path not in observer.compiled]
         if missing:
             raise ValueError(
@@ -172,13 +173,10 @@ class Calibration(abc.ABC):
         solved = self.fit.solve(self.fits, again)
         self.seconds += time.perf_counter() - start
         states = {path: state for path, (state, _) in solved.items()}
-        self.check_switched(teacher, states, report_batches[0])
-        records = functools.partial(self.records, teacher)
-        layers = measure(records, report_batches, self.fits, solved)
-        report = CompileReport(
-            layers, held_out, self.num_batches, len(report_batches), self.seconds
-        )
-        return CompileResult(states, report, **self.compiled(teacher, states))
+        self._check_switched(teacher, states, report_batches[0])
+        layers, count = self._measure(teacher, report_batches, solved), len(report_batches)
+        report = CompileReport(layers, held_out, self.num_batches, count, self.seconds)
+        return CompileResult(states, report, **self._compiled(teacher, states))
 
     def _again(
         self, teacher: Any, fit_batches: Callable[[], Iterable[Any]], path: str
@@ -189,12 +187,43 @@ class Calibration(abc.ABC):
             if path in records:
                 yield records[path]
 
+    def _measure(
+        self, teacher: Any, batches: Sequence[Any], solved: Mapping[str, Solved]
+    ) -> dict[str, LayerReport]:
+        """Mean fidelity over ``batches``: one LayerReport per layer, also within a stack."""
+        cases: dict[str, list[Any]] = {path: [] for path in solved}
+        ladders: dict[str, list[list[Ladder]]] = {path: [] for path in solved}
+        for batch in batches:
+            recorded = self.records(teacher, batch)
+            for path, (state, _) in solved.items():
+                if path not in recorded:  # an optional branch that this batch did not take
+                    continue
+                budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
+                case = fidelity.layer_fidelity(recorded[path], state, budgets=budgets)
+                cases[path].append(
+                    jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), case)
+                )
+                ladder = self.fits[path].ladder(recorded[path], timed=not ladders[path])
+                if ladder is not None:
+                    ladders[path].append(ladder)
+        reports = {}
+        for path, (_, figures) in solved.items():
+            if not cases[path]:
+                continue
+            means = jax.tree.map(lambda *x: np.mean(x, 0), *cases[path])
+            for i, numbers in enumerate(figures):
+                layer = f"{path}[{i}]" if self.fits[path].stack else path
+                rows = {
+                    name: {metric: float(x[i]) for metric, x in row.items()}
+                    for name, row in means.items()
+                }
+                fit = {**rows.pop("fit"), **numbers}
+                own = [ladder[i] for ladder in ladders[path]]
+                reports[layer] = LayerReport(layer, rows, fit, mean_ladder(own) if own else None)
+        return reports
+
     def run(
-        self,
-        teacher: Any,
-        batches: Iterable[Any],
-        *,
-        total: Callable[[Any], Any] | None = None,
+        self, teacher: Any, batches: Iterable[Any], *, total: Callable[[Any], Any] | None = None
     ) -> CompileResult:
         """Fits on ``batches`` except the held-out share, and reports on that share.
 
@@ -260,48 +289,9 @@ def check_active(record: Record, path: str, where: str) -> None:
         raise ValueError(f"{where} has no active token at layer {path!r}")
 
 
-def measure(
-    records: Callable[[Any], Mapping[str, Record]],
-    batches: Sequence[Any],
-    fits: Mapping[str, LayerFit],
-    solved: Mapping[str, Solved],
-) -> dict[str, LayerReport]:
-    """Mean fidelity over ``batches``: one LayerReport per layer, also within a stack."""
-    cases: dict[str, list[Any]] = {path: [] for path in solved}
-    ladders: dict[str, list[list[Ladder]]] = {path: [] for path in solved}
-    for batch in batches:
-        recorded = records(batch)
-        for path, (state, _) in solved.items():
-            if path not in recorded:  # an optional branch that this batch did not take
-                continue
-            budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
-            case = fidelity.layer_fidelity(recorded[path], state, budgets=budgets)
-            cases[path].append(jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), case))
-            ladder = fits[path].ladder(recorded[path], timed=not ladders[path])
-            if ladder is not None:
-                ladders[path].append(ladder)
-    reports = {}
-    for path, (_, figures) in solved.items():
-        if not cases[path]:
-            continue
-        means = jax.tree.map(lambda *x: np.mean(x, 0), *cases[path])
-        for i, numbers in enumerate(figures):
-            layer = f"{path}[{i}]" if fits[path].stack else path
-            rows = {
-                name: {metric: float(x[i]) for metric, x in row.items()}
-                for name, row in means.items()
-            }
-            fit = {**rows.pop("fit"), **numbers}
-            own = [ladder[i] for ladder in ladders[path]]
-            reports[layer] = LayerReport(layer, rows, fit, mean_ladder(own) if own else None)
-    return reports
-
-
 def _natural(path: str) -> list:
-    """Sort key that puts ``block_10`` after ``block_9``."""
-    return [
-        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path)
-    ]
+    """Sort key that puts ``block_10`` after ``block_9``: text and numbers by turns."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", path))]
 
 
 def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:

@@ -139,7 +139,7 @@ class LayerFit(abc.ABC):
         )
 
     @abc.abstractmethod
-    def solve_layers(self) -> Sequence[tuple[Predictor | DualPair, dict[str, Any]]]:
+    def _solve_layers(self) -> Sequence[tuple[Predictor | DualPair, dict[str, Any]]]:
         """The predictor of each layer of the stack, and figures of its fit."""
 
     def solve(self) -> Solved:
@@ -149,7 +149,7 @@ class LayerFit(abc.ABC):
           ValueError: no active token, or values that are not finite; the message names the layer.
         """
         try:
-            solved = self.solve_layers()
+            solved = self._solve_layers()
         except ValueError as error:
             raise ValueError(f"layer {self.path!r}: {error}") from error
         predictor = jax.tree.map(

@@ -249,8 +249,7 @@ class PaperLayerFit(LayerFit):
         depth = len(self.stack)
         return [jax.tree.map(lambda x: x.sum(tuple(range(depth + 1))), s) for s in self.sums]
 
-    def solve_layers(self) -> list[tuple[Predictor | DualPair, dict[str, Any]]]:
-        """The predictor of each layer (a DualPair for closures ``"none"``), and figures."""
+    def _solve_layers(self) -> list[tuple[Predictor | DualPair, dict[str, Any]]]:
         return [self._solve_one(index) for index in range(self.depth)]
 
     def _solve_one(self, index: int) -> tuple[Predictor | DualPair, dict[str, Any]]:

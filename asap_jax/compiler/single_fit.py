@@ -215,8 +215,7 @@ class SumsFit(LayerFit):
         """Replaces the sums by their totals over processes."""
         self.sums = total(self.sums)
 
-    def solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
-        """The predictor of each layer of the stack, and figures of its fit."""
+    def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
         fit, side = self.fit, self.spec.side_before_end(self.closures)
         sums = [self.layer(self.sums, index) for index in range(self.depth)]
         fits = [stages.solve(fit.regression, [s], fit.features, side, fit.padding) for s in sums]
@@ -259,6 +258,5 @@ class RecordsFit(StoringFit):
 
     fit: Candidate
 
-    def solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
-        """The predictor of each layer of the stack, and figures of its fit."""
+    def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
         return self.fit_stack(self.fit, self.records, self.closures)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks, metrics
 from asap_jax.attention import functions
+from asap_jax.attention.flax_call import AttentionFunction
 from asap_jax.fitting import targets
-from asap_jax.predictor import Predictor
 from asap_jax.predictor.starting_dual import predicted_dual
 from asap_jax.records import CompiledState, Record, call, over_stack, problem
 from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import Closures
-from asap_jax.spec import SinkhornSpec
 
 
 @jax.jit
@@ -91,19 +91,10 @@ def operators(closures: str | int) -> dict[str, str | int]:
     return {f"compiled, {closures} closure{'s' if closures > 1 else ''}": closures}
 
 
-@functools.partial(jax.jit, static_argnames="closures")
-def rel_l2(record: Record, predictor: Predictor, *, closures: int) -> jax.Array:
-    """Attention rel-l2 of the compiled operator on one record (not stacked)."""
-    settings = dict(spec=record.spec, predictor=predictor, closures=closures)
-    _, weights = call(record, functions.asap_attention, **settings)
-    return metrics.attention_rel_l2(weights, _teacher_weights(record))
-
-
-@functools.partial(jax.jit, static_argnames="small")
-def sinkhorn_rel_l2(record: Record, *, small: SinkhornSpec) -> jax.Array:
-    """Attention rel-l2 of Sinkhorn attention under the spec ``small`` on one record."""
-    _, weights = call(record, functions.sinkhorn_attention, spec=small)
-    return metrics.attention_rel_l2(weights, _teacher_weights(record))
+@functools.partial(jax.jit, static_argnames=("function", "closures"))
+def rel_l2(record: Record, function: AttentionFunction, **settings: Any) -> jax.Array:
+    """Attention rel-l2 of ``function`` with its keywords ``settings`` on one unstacked record."""
+    return metrics.attention_rel_l2(call(record, function, **settings)[1], _teacher_weights(record))
 
 
 @functools.partial(jax.jit, static_argnames="closures")

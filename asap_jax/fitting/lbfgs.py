@@ -61,17 +61,9 @@ def _direction(gradient, memory, point):
 def start(point: jax.Array, value: jax.Array, gradient: jax.Array) -> Search:
     """A search from ``point (n,)`` with its value ``()`` and gradient ``(n,)``."""
     direction, memory = _direction(gradient, None, point)
-    return Search(
-        point,
-        value,
-        value,
-        gradient,
-        direction,
-        jnp.ones_like(value),
-        memory,
-        jnp.zeros((), jnp.int32),
-        jnp.asarray(RUNNING, jnp.int32),
-    )
+    zero = jnp.zeros((), jnp.int32)  # also the code RUNNING
+    step = jnp.ones_like(value)
+    return Search(point, value, value, gradient, direction, step, memory, zero, zero)
 
 
 def trial(search: Search) -> jax.Array:

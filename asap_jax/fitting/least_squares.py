@@ -73,40 +73,7 @@ class NormalEquations:
           ValueError: shapes that do not fit.
           TypeError: dtypes that are not real floating.
         """
-        x, y = _rows(features, targets)
-        dtype = self.gram.dtype
-        x, y = x.astype(dtype), y.astype(dtype)
-        if x.shape[-1] != self.gram.shape[-1]:
-            raise ValueError(
-                f"features of shape {x.shape} do not fit normal equations of "
-                f"{self.gram.shape[-1]} features"
-            )
-        valid = checks.validity("valid", valid, y)
-        x = jnp.where(valid[..., None], x, jnp.zeros_like(x))
-        y = jnp.where(valid, y, jnp.zeros_like(y))
-        if self.gram.ndim == 2:
-            x, y, valid = x.reshape(-1, x.shape[-1]), y.reshape(-1), valid.reshape(-1)
-        elif x.ndim < 3 or x.shape[-3] != self.gram.shape[0]:
-            raise ValueError(
-                f"features of shape {x.shape} must have {self.gram.shape[0]} heads on axis -3"
-            )
-        else:
-            x, y, valid = rows_by_head(x, 1), rows_by_head(y, 0), rows_by_head(valid, 0)
-        return NormalEquations(
-            self.gram + einsum("...rf,...rg->...fg", x, x),
-            self.moment + einsum("...rf,...r->...f", x, y),
-            self.target_square + jnp.sum(y * y, -1),
-            self.num_rows + jnp.sum(valid, -1, dtype=dtype),
-        )
-
-    def __add__(self, other: NormalEquations) -> NormalEquations:
-        if not isinstance(other, NormalEquations):
-            return NotImplemented
-        return jax.tree.map(jnp.add, self, other)
-
-    def pooled(self) -> NormalEquations:
-        """The sums over heads, for one coefficient vector per layer."""
-        return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
+        return self.add_weighted(features, targets, lambda z: z, valid)
 
     def add_weighted(
         self,
@@ -117,23 +84,45 @@ class NormalEquations:
     ) -> NormalEquations:
         """Adds ``X'HX``, ``X'Hy`` and ``y'Hy`` for a symmetric H >= 0 over the tokens.
 
-        Args:
-          features: ``(..., N, F)``; targets: ``(..., N)``; valid: as in ``add``.
-          weigh: the product with H, ``(..., N, F + 1) -> (..., N, F + 1)``.
+        Arguments and errors as ``add``, and ``weigh``: the product with H, from ``(..., N, F + 1)``
+        to the same shape.
         """
         x, y = _rows(features, targets)
-        valid = checks.validity("valid", valid, y)
-        both = jnp.concatenate([x, y[..., None].astype(x.dtype)], -1)
-        both = jnp.where(valid[..., None], both, jnp.zeros_like(both)).astype(self.gram.dtype)
-        product = einsum("...nf,...ng->...fg", both, weigh(both))
-        over = tuple(range(product.ndim - self.gram.ndim))
-        product = product.sum(over)
+        if x.shape[-1] != self.gram.shape[-1]:
+            raise ValueError(
+                f"features of shape {x.shape} do not fit normal equations of "
+                f"{self.gram.shape[-1]} features"
+            )
+        valid, dtype = checks.validity("valid", valid, y), self.gram.dtype
+        both = jnp.concatenate([x.astype(dtype), y[..., None].astype(dtype)], -1)
+        both = jnp.where(valid[..., None], both, jnp.zeros_like(both))
+        weighed = weigh(both)
+        if self.gram.ndim == 2:
+            both, weighed = (z.reshape(-1, z.shape[-1]) for z in (both, weighed))
+            num_rows = jnp.sum(valid, dtype=dtype)
+        elif x.ndim < 3 or x.shape[-3] != self.gram.shape[0]:
+            raise ValueError(
+                f"features of shape {x.shape} must have {self.gram.shape[0]} heads on axis -3"
+            )
+        else:
+            both, weighed = rows_by_head(both, 1), rows_by_head(weighed, 1)
+            num_rows = jnp.sum(rows_by_head(valid, 0), -1, dtype=dtype)
+        product = einsum("...rf,...rg->...fg", both, weighed)
         return NormalEquations(
             self.gram + product[..., :-1, :-1],
             self.moment + product[..., :-1, -1],
             self.target_square + product[..., -1, -1],
-            self.num_rows + valid.sum(-1, dtype=self.gram.dtype).sum(over),
+            self.num_rows + num_rows,
         )
+
+    def __add__(self, other: NormalEquations) -> NormalEquations:
+        if not isinstance(other, NormalEquations):
+            return NotImplemented
+        return jax.tree.map(jnp.add, self, other)
+
+    def pooled(self) -> NormalEquations:
+        """The sums over heads, for one coefficient vector per layer."""
+        return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
 
     def whitening(self, floor: float = 1e-6) -> jax.Array:
         """``T (..., F, F)`` such that the second moments of ``x @ T`` are the identity.

@@ -134,8 +134,8 @@ def correction_sums(
     """Normal equations of the next correction of a chain, per head.
 
     The predictor's corrected closures are run, and then one more. The correction is regressed on
-    the features ``families``; its target is the difference of the teacher's dual, ``before_end``
-    half-steps before the end, from the dual after that closure.
+    the dual after that closure and the features ``families``; its target is the teacher's dual
+    ``before_end`` half-steps before the end, minus the dual after that closure.
     """
     p, spec = problem(record), record.spec
     scaling, side = starting_scaling(predictor, p, spec)

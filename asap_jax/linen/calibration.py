@@ -62,20 +62,18 @@ class Calibration(compiling.Calibration):
             )
         return recorded
 
-    def trace(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> None:
-        """Traces one forward pass with the compiled variables."""
-        variables = self.compiled(teacher, states)["variables"]
+    def _trace(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> None:
+        variables = self._compiled(teacher, states)["variables"]
         with _axis_errors(STATE):
             jax.eval_shape(lambda v, b: _quiet(self._run, v, b), variables, batch)
 
-    def compiled(self, teacher: Mapping, states: Mapping[str, CompiledState]) -> dict[str, Any]:
-        """``variables`` with the collection ``"asap"``."""
+    def _compiled(self, teacher: Mapping, states: Mapping[str, CompiledState]) -> dict[str, Any]:
         return {"variables": {**_plain(teacher), STATE: state_tree(states)}}
 
 
 @contextlib.contextmanager
 def _axis_errors(collection: str):
-    """Adds a hint to the error that JAX or Flax raises when a 0-d mark is scanned on no axis 0."""
+    """Adds a hint to the error of JAX or Flax when a scan's axis for a 0-d mark is not 0."""
     try:
         yield
     except (AssertionError, IndexError, ValueError) as error:  # Flax asserts, JAX raises
@@ -176,7 +174,7 @@ def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:
     def capture(next_function, args, kwargs, context):
         nonlocal running
         scope = context.module.scope
-        if running or scope is None or isinstance(scope.root, TestScope):  # a trial run of setup
+        if running or scope is None or isinstance(scope.root, TestScope):  # Flax's trial of setup
             return next_function(*args, **kwargs)
         scopes = [scope]
         while scopes[-1].parent is not None:

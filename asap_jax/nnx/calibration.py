@@ -74,15 +74,13 @@ class Calibration(compiling.Calibration):
             )
         return recorded
 
-    def trace(self, teacher: nnx.Module, states: Mapping[str, CompiledState], batch: Any) -> None:
-        """Traces one forward pass of the compiled model in evaluation mode."""
+    def _trace(self, teacher: nnx.Module, states: Mapping[str, CompiledState], batch: Any) -> None:
         probe = _evaluating(teacher)
         attach(probe, states)
         graph, state = nnx.split(probe)
         jax.eval_shape(lambda s, b: self._run(nnx.merge(graph, s), b), state, batch)
 
-    def compiled(self, teacher: nnx.Module, states: Mapping[str, CompiledState]) -> dict[str, Any]:
-        """``model``: a compiled copy."""
+    def _compiled(self, teacher: nnx.Module, states: Mapping[str, CompiledState]) -> dict[str, Any]:
         model = nnx.clone(teacher)
         attach(model, states)
         return {"model": model}
