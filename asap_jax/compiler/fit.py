@@ -67,7 +67,6 @@ class Fit(abc.ABC, Generic[L]):
 
     def solve(self, layers: Mapping[str, L], again: Again) -> dict[str, Solved]:
         """Solves every layer; ``again(path)`` gives the records of a layer once more."""
-        del again  # for fits that read the batches again
         return {path: layer.solve() for path, layer in layers.items()}
 
 
@@ -167,7 +166,6 @@ class LayerFit(abc.ABC):
 
     def ladder(self, record: Record, *, timed: bool) -> list[Ladder] | None:
         """Fidelity of other choices on a record, layer by layer; None if there are none."""
-        del record, timed
         return None
 
 

@@ -104,7 +104,7 @@ class PaperFit(Fit["PaperLayerFit"]):
             else:
                 check_families("features", (family,))
         if self.coefficients == "shared" and self.token_bias:
-            raise ValueError("coefficients='shared' goes with token_bias=False")
+            raise ValueError("coefficients='shared' needs token_bias=False")
         if self.objective == "kl":
             self._check_kl()
 
@@ -142,7 +142,7 @@ class PaperFit(Fit["PaperLayerFit"]):
         return self.objective == "kl" and not self.in_memory
 
     def check_closures(self, closures: str | int) -> None:
-        """Raises ValueError where other settings do not go with ``closures``."""
+        """Raises ValueError if another setting does not allow ``closures``."""
         if self.objective == "kl" and closures not in functions.CLOSURES:
             raise ValueError(
                 f"objective='kl' fits the source dual through one key closure: closures must be "
@@ -154,7 +154,7 @@ class PaperFit(Fit["PaperLayerFit"]):
                 f"closures={closures!r}"
             )
         if closures == "none" and (self.token_bias or self.baseline != "none"):
-            raise ValueError("closures='none' goes with baseline='none' and token_bias=False")
+            raise ValueError("closures='none' needs baseline='none' and token_bias=False")
 
     def layer_kind(self) -> type[PaperLayerFit]:
         """Normal equations, and the items of the KL objective."""

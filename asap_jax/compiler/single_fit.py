@@ -82,11 +82,6 @@ class Candidate(Fit[LayerFit]):
         return self.rounds * self.num_centres, int(self.chain), self.hidden
 
     @property
-    def single_stage(self) -> bool:
-        """Whether it is one least-squares fit, which needs only sums over the batches."""
-        return not (self.rounds or self.chain or self.tuned)
-
-    @property
     def regression(self) -> Regression:
         """Settings of its least-squares fits."""
         return Regression(self.rows, self.coefficients == "per_head", self.ridge, self.ridge_scale)
@@ -113,8 +108,8 @@ class Candidate(Fit[LayerFit]):
             )
 
     def layer_kind(self) -> type[LayerFit]:
-        """``SumsFit`` for a single stage, otherwise ``RecordsFit``."""
-        return SumsFit if self.single_stage else RecordsFit
+        """A single least-squares fit needs only sums over the batches, otherwise the records."""
+        return RecordsFit if self.rounds or self.chain or self.tuned else SumsFit
 
     def fit(
         self, records: Sequence[Record], num_closures: int, *, seed: int = 0

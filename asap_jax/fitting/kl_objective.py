@@ -38,32 +38,6 @@ def key_masses(key_mass: str, mask: jax.Array | None, shape: tuple, dtype: Any) 
     return active / jnp.maximum(active.sum(-1, keepdims=True), jnp.ones((), dtype))
 
 
-def plan_excess(
-    dual: jax.Array, target: jax.Array, kernel: jax.Array, nu: jax.Array, epsilon: float
-) -> jax.Array:
-    """``eps KL(P || P_hat)`` of key-closed plans, summed over all leading axes.
-
-    Equals ``F(dual) - <r, dual>`` minus its value at ``target`` (paper, eq. asap_kl_scalar).
-
-    Args:
-      dual, target: ``(..., N)`` cost coordinates.
-      kernel: ``(scores - shift) / eps`` ``(..., N, M)``, -inf where masked.
-      nu: key masses ``(..., M)``.
-    """
-    zero, scaling = jnp.zeros((), kernel.dtype), target / epsilon
-    weights = ctransform.closure_weights(kernel, scaling, -2, zero)  # columns sum to 1
-    key_scaling = ctransform.closure_step(kernel, scaling, -2, zero)
-    log_weights = kernel + scaling[..., :, None] + key_scaling[..., None, :]
-    active = jnp.any(kernel > -jnp.inf, axis=-1)
-    tilt = jnp.where(active, (dual - target) / epsilon, jnp.zeros_like(dual))
-    mean = einsum("...nm,...n->...m", weights, tilt)
-    # The closure step from a zero scaling is minus the log-sum-exp over each column.
-    log_sum = -ctransform.closure_step(
-        log_weights + tilt[..., :, None] - mean[..., None, :], jnp.zeros_like(tilt), -2, zero
-    )
-    return epsilon * jnp.sum(nu * log_sum)
-
-
 def kl_objective(
     coefficients: ArrayLike,
     features: ArrayLike,
@@ -92,28 +66,48 @@ def kl_objective(
       ValueError, TypeError: shapes, dtypes or settings that do not fit; the message names them.
     """
     x, y, s, rho = arguments(features, targets, scores, shift)
-    epsilon = checks.positive_float("epsilon", epsilon)
     ridge = checks.non_negative_float("ridge", ridge)
-    checks.one_of("key_mass", key_mass, KEY_MASSES)
     w = checks.real_array("coefficients", coefficients).astype(x.dtype)
     block = make_block(x, y, s, rho, mask, epsilon=epsilon, key_mass=key_mass)
-    return excess(w, block, epsilon) + 0.5 * ridge * jnp.sum(w * w)
+    return excess(w, block) + 0.5 * ridge * jnp.sum(w * w)
 
 
 @flax.struct.dataclass
 class Block:
-    """One microbatch as J uses it: features, target, log kernel and key masses."""
+    """One microbatch as J uses it.
+
+    Attributes:
+      features ``(..., N, F)``, target ``(..., N)``: cost coordinates.
+      kernel: ``(scores - shift) / eps`` ``(..., N, M)``, -inf where masked.
+      nu: key masses, broadcasting to ``(..., M)``.
+      epsilon: > 0.
+    """
 
     features: jax.Array
     target: jax.Array
     kernel: jax.Array
     nu: jax.Array
+    epsilon: float = flax.struct.field(pytree_node=False)
 
 
-def excess(w: jax.Array, block: Block, epsilon: float) -> jax.Array:
-    """J of one microbatch without the ridge, minus its value at the teacher's dual."""
-    dual = LinearHead(w)(block.features)
-    return plan_excess(dual, block.target, block.kernel, block.nu, epsilon)
+def excess(w: jax.Array, block: Block) -> jax.Array:
+    """J of one microbatch without the ridge, minus its value at the teacher's dual.
+
+    This is ``eps KL(P || P_hat)`` of the key-closed plans (paper, eq. asap_kl_scalar).
+    """
+    kernel, epsilon, zero = block.kernel, block.epsilon, jnp.zeros((), block.kernel.dtype)
+    dual, scaling = LinearHead(w)(block.features), block.target / epsilon
+    weights = ctransform.closure_weights(kernel, scaling, -2, zero)  # columns sum to 1
+    key_scaling = ctransform.closure_step(kernel, scaling, -2, zero)
+    log_weights = kernel + scaling[..., :, None] + key_scaling[..., None, :]
+    active = jnp.any(kernel > -jnp.inf, axis=-1)
+    tilt = jnp.where(active, (dual - block.target) / epsilon, jnp.zeros_like(dual))
+    mean = einsum("...nm,...n->...m", weights, tilt)
+    # The closure step from a zero scaling is minus the log-sum-exp over each column.
+    log_sum = -ctransform.closure_step(
+        log_weights + tilt[..., :, None] - mean[..., None, :], jnp.zeros_like(tilt), -2, zero
+    )
+    return epsilon * jnp.sum(block.nu * log_sum)
 
 
 def make_block(
@@ -126,24 +120,26 @@ def make_block(
     epsilon: float,
     key_mass: str,
 ) -> Block:
-    """The Block of one microbatch; arguments as ``kl_objective``."""
+    """The Block of one microbatch; arguments and errors as ``kl_objective``."""
+    epsilon = checks.positive_float("epsilon", epsilon)
+    checks.one_of("key_mass", key_mass, KEY_MASSES)
     mask = masks.as_mask(mask, scores.shape)
     kernel = ctransform.log_kernel(scores - shift[..., :, None], epsilon, mask)
     nu = key_masses(key_mass, mask, scores.shape, scores.dtype)
     valid = jnp.any(kernel != -jnp.inf, -1)  # masked slots may hold NaN, which must not spread
     features = jnp.where(valid[..., None], features, jnp.zeros_like(features))
     target = jnp.where(valid, target, jnp.zeros_like(target))
-    return Block(features, target, kernel, nu)
+    return Block(features, target, kernel, nu, epsilon)
 
 
-def hessian(w: jax.Array, block: Block, epsilon: float) -> tuple[jax.Array, jax.Array]:
+def hessian(w: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
     """J's Hessian in omega without the ridge (paper, the KL Hessian), and its second moments.
 
     The Hessian is ``(1 / eps) sum_j nu_j cov_j(x)``, with the covariance of the features under
     column j of the plan. It is computed as second moments minus squared means. Both results are
     ``(F, F)``, or ``(H, F, F)`` for coefficients per head.
     """
-    x, zero = block.features, jnp.zeros((), block.kernel.dtype)
+    x, epsilon, zero = block.features, block.epsilon, jnp.zeros((), block.kernel.dtype)
     plan = ctransform.closure_weights(block.kernel, LinearHead(w)(x) / epsilon, -2, zero)
     nu = jnp.broadcast_to(block.nu, (*plan.shape[:-2], plan.shape[-1]))
     mean = einsum("...nm,...nf->...mf", plan, x)

@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 from asap_jax import checks, masks
 from asap_jax.fitting import kl_objective, lbfgs
 from asap_jax.fitting.least_squares import NormalEquations, einsum
-from asap_jax.spec import KEY_MASSES
 
 MAX_STEPS = 100
 
@@ -70,8 +69,6 @@ def fit_kl(
       ValueError, TypeError: shapes, dtypes and settings as in ``kl_objective``.
     """
     x, y, s, rho = kl_objective.arguments(features, targets, scores, shift)
-    epsilon = checks.positive_float("epsilon", epsilon)
-    checks.one_of("key_mass", key_mass, KEY_MASSES)
     block = kl_objective.make_block(x, y, s, rho, mask, epsilon=epsilon, key_mass=key_mass)
     bool_mask = masks.as_mask(mask, s.shape)
     costs = s - rho[..., :, None]
@@ -83,7 +80,9 @@ def fit_kl(
     sums = NormalEquations.zero(x.shape[-1], dtype=x.dtype).add(x, y, valid)
     count = int(np.prod(s.shape[:-2]))
     stacked = jax.tree.map(lambda a: a[None], block)
-    return minimise(sums, [stacked], _identity, epsilon=epsilon, ridge=ridge, num_problems=count)
+    return minimise(
+        sums, [stacked], _identity, epsilon=block.epsilon, ridge=ridge, num_problems=count
+    )
 
 
 def _identity(block: kl_objective.Block) -> kl_objective.Block:
@@ -108,7 +107,7 @@ def minimise(
       items: a list of pytrees with a leading axis of microbatches: they are in memory, and the
         search is one jitted loop. Or any other re-iterable of items, read once per evaluation.
       block_of: traceable function from an item to its Block.
-      epsilon, ridge: of J.
+      epsilon, ridge: of J; epsilon must be that of the Blocks.
       num_problems: problems in the data, for ``plan_kl``.
       max_steps: cap on accepted steps.
 
@@ -122,7 +121,7 @@ def minimise(
             "the KL fit needs at least one active query and finite features and targets"
         )
     drive = _in_memory if isinstance(items, list) else _streamed
-    settings = dict(block_of=block_of, epsilon=epsilon, ridge=ridge, max_steps=max_steps)
+    settings = dict(block_of=block_of, ridge=ridge, max_steps=max_steps)
     search, ls_value, at_zero, unwhiten = drive(items, start.coefficients, **settings)
     norm = float(jnp.linalg.norm(_to_omega_gradient(search.gradient, unwhiten)))
     ratio = norm / max(float(at_zero), float(jnp.finfo(search.value.dtype).tiny))
@@ -132,7 +131,7 @@ def minimise(
         raise ValueError("the KL objective is not finite at the least-squares start")
     return KLFit(
         coefficients,
-        converged=ratio <= _tolerance(coefficients.dtype, 1e-4, 1e-8),
+        converged=ratio <= (1e-8 if coefficients.dtype == jnp.float64 else 1e-4),
         reason=lbfgs.REASONS[int(search.reason)],
         num_steps=int(search.num_steps),
         objective=float(search.value),
@@ -170,14 +169,10 @@ def _to_omega_gradient(gradient, unwhiten):
     return einsum("...fe,...e->...f", inverse, gradient.reshape(unwhiten.shape[:-1]))
 
 
-def _tolerance(dtype, single: float, double: float) -> float:
-    return double if dtype == jnp.float64 else single
-
-
 def _search(total, start, ridge, max_steps, loop):
     """The search itself.
 
-    ``total(function, omega)`` sums ``function(omega, block, epsilon)`` over the data.
+    ``total(function, omega)`` sums ``function(omega, block)`` over the data.
     ``loop(condition, body, search)`` runs the search, in Python or as ``lax.while_loop``.
     Returns ``(search, value at the start, gradient norm at omega = 0, whitening)``.
     """
@@ -190,7 +185,7 @@ def _search(total, start, ridge, max_steps, loop):
 
     at_zero = jnp.linalg.norm(full(jnp.zeros_like(start))[1])
     value, gradient = full(start)
-    tolerance = _tolerance(start.dtype, 1e-6, 1e-9)
+    tolerance = 1e-9 if start.dtype == jnp.float64 else 1e-6
     small = jnp.minimum(tolerance * at_zero, 5e-6 * jnp.linalg.norm(gradient))
     # Solving for z = W^-1 omega makes the first point the least-squares solution itself.
     z = jnp.linalg.solve(unwhiten, start[..., None])[..., 0].reshape(-1)
@@ -210,12 +205,12 @@ def _search(total, start, ridge, max_steps, loop):
     return search, value, at_zero, unwhiten
 
 
-@functools.partial(jax.jit, static_argnames=("block_of", "epsilon", "ridge", "max_steps"))
-def _in_memory(groups, start, *, block_of, epsilon, ridge, max_steps):
+@functools.partial(jax.jit, static_argnames=("block_of", "ridge", "max_steps"))
+def _in_memory(groups, start, *, block_of, ridge, max_steps):
     """One jitted while loop over scans of the microbatches of every group."""
 
     def total(function, w):
-        of = lambda item: function(w, block_of(item), epsilon)
+        of = lambda item: function(w, block_of(item))
         shapes = jax.eval_shape(of, jax.tree.map(lambda x: x[0], groups[0]))
         result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         for group in groups:
@@ -225,9 +220,9 @@ def _in_memory(groups, start, *, block_of, epsilon, ridge, max_steps):
     return _search(total, start, ridge, max_steps, jax.lax.while_loop)
 
 
-def _streamed(items, start, *, block_of, epsilon, ridge, max_steps):
+def _streamed(items, start, *, block_of, ridge, max_steps):
     """The same search driven from Python, one pass over re-iterable ``items`` per evaluation."""
-    of = jax.jit(lambda function, w, item: function(w, block_of(item), epsilon), static_argnums=0)
+    of = jax.jit(lambda function, w, item: function(w, block_of(item)), static_argnums=0)
 
     def total(function, w):
         parts = (of(function, w, item) for item in items)

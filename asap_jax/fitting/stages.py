@@ -116,8 +116,8 @@ def add_corrections(
 ) -> Fitted:
     """``fitted`` with a correction of the dual after every closure except the last."""
     predictor, whitenings = fitted.predictor, fitted.whitenings
-    for taken in range(1, num_closures):
-        settings = dict(before_end=num_closures - taken, rows=regression.rows)
+    for closure in range(1, num_closures):
+        settings = dict(before_end=num_closures - closure, rows=regression.rows)
         sums = [correction_sums(record, predictor, features, **settings) for record in records]
         total, coefficients, _ = regression.solve(functools.reduce(operator.add, sums))
         correction = Correction(features, LinearHead(coefficients))

@@ -153,7 +153,7 @@ def positions(valid: jax.Array) -> jax.Array:
     """Centred indicator of every token position, ``(..., N, N)``: the columns of a token bias."""
     size = valid.shape[-1]
     one_hot = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (*valid.shape, size))
-    return jnp.swapaxes(masks.center(jnp.swapaxes(one_hot, -1, -2), valid[..., None, :]), -1, -2)
+    return jnp.swapaxes(masks.center(one_hot, valid[..., None, :]), -1, -2)
 
 
 def design(families: tuple, tokens: Tokens) -> tuple[jax.Array, jax.Array]:

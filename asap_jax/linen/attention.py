@@ -14,8 +14,8 @@ STATE = "asap"
 CAPTURE = "asap_capture"
 SCAN_HINT = (
     f"inside nn.scan / nn.vmap add the two collections, for instance "
-    f"nn.scan(..., variable_axes={{'params': 0, '{STATE}': 0, '{CAPTURE}': 0}}); inside "
-    f"another lifted transform let it pass them too"
+    f"nn.scan(..., variable_axes={{'params': 0, '{STATE}': 0, '{CAPTURE}': 0}}); another lifted "
+    f"transform must pass them too"
 )
 
 
@@ -44,7 +44,7 @@ class SinkhornAttention(nn.Module):
         path = "/".join(self.path)
         if getattr(self.parent, "decode", False):
             raise ValueError(
-                f"decode=True is refused at {path!r}: column sums need all queries at once, and "
+                f"decode=True is not supported at {path!r}: column sums need all queries at once; "
                 f"over a single query a column-ending layer is uniform"
             )
         if not self.is_initializing():

@@ -39,15 +39,14 @@ class DiffAttention(nn.Module):
         """Arguments and result as ``diff_attention``."""
         param_dtype = checks.float_dtype("param_dtype", self.param_dtype)
         normal, ones = nn.initializers.normal(0.1), nn.initializers.ones_init()
-        query = checks.real_array("query", call.query)
-        value = checks.real_array("value", call.value)
-        width = query.shape[-1:]
+        width = checks.real_array("query", call.query).shape[-1:]
+        value_dim = checks.real_array("value", call.value).shape[-1]
         vectors = {name: self.param(name, normal, width, param_dtype) for name in VECTORS}
         return diff_attention.core(
             call,
             **vectors,
             depth=self.depth,
-            norm_scale=self.param("scale", ones, (2 * value.shape[-1],), param_dtype),
+            norm_scale=self.param("scale", ones, (2 * value_dim,), param_dtype),
             norm_epsilon=self.norm_epsilon,
             implementation=self.implementation,
         )
@@ -82,13 +81,13 @@ class EspAttention(nn.Module):
         self, call: Call, *, temperature: Any = None, inverse_temperature: Any = None
     ) -> Result:
         """Arguments and result as ``esp_attention``; temperatures override the attributes."""
-        either = lambda given, attribute: attribute if given is None else given
+        or_else = lambda value, default: default if value is None else value
         return esp_attention.core(
             call,
             directions=self.directions,
             mode=self.mode,
-            temperature=either(temperature, self.temperature),
-            inverse_temperature=either(inverse_temperature, self.inverse_temperature),
+            temperature=or_else(temperature, self.temperature),
+            inverse_temperature=or_else(inverse_temperature, self.inverse_temperature),
             scale=self.scale,
             padding=self.padding,
             implementation=self.implementation,

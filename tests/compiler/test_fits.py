@@ -116,7 +116,7 @@ def test_signatures_show_ten_arguments_at_most(function):
         ("moments, weighted", None, "damping=0.1 .* give closures=1"),
         ("codebook, chain", 1, "chain=True .* two closures or more"),
         (aj.PaperFit(objective="kl"), 2, "closures must be one of"),
-        (aj.PaperFit(token_bias=True), "none", "goes with baseline='none' and token_bias=False"),
+        (aj.PaperFit(token_bias=True), "none", "needs baseline='none' and token_bias=False"),
     ],
 )
 def test_closures_that_do_not_go_with_the_fit_are_refused(fit, closures, message):
