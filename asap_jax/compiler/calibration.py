@@ -1,7 +1,7 @@
 """Compiling trained Sinkhorn layers: calibrate, fit, report (paper, algorithm 1).
 
-The framework adapters (``asap_jax.linen``, ``asap_jax.nnx``) say how a batch becomes the records
-of every layer, and write the fitted states back into the model.
+The adapters ``asap_jax.linen`` and ``asap_jax.nnx`` record every layer on a batch, and write the
+fitted states back into the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -20,17 +20,17 @@ import numpy as np
 from asap_jax import checks
 from asap_jax.compiler.automatic_fit import mean_ladder
 from asap_jax.compiler.fit import Fit, LayerFit, Solved, check_finite, is_held_out
-from asap_jax.compiler.options import Options
-from asap_jax.compiler.report import CompileReport, LayerReport
+from asap_jax.compiler.options import Options, named_fit
+from asap_jax.compiler.report import CompileReport, Ladder, LayerReport
 from asap_jax.fitting import fidelity
-from asap_jax.records import CompiledState, Record
+from asap_jax.records import CompiledState, Record, fresh_probe, observe
 
 BUDGETS = (2, 3, 4, 5)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileResult:
-    """A compiled model and what it lost.
+    """A compiled model and its report.
 
     Attributes:
       variables: linen variables with the ``"asap"`` collection, or None.
@@ -46,12 +46,14 @@ class CompileResult:
 
 
 class Calibration(abc.ABC):
-    """Collects calibration data, batch by batch, and turns them into a compiled model.
+    """Collects calibration data, batch by batch, and compiles the model.
 
-    ``compile`` is ``run``: every batch through one frozen teacher. ``add`` may also be called
-    while the teacher still trains; the fit then belongs to the sequence of teacher states that
-    were seen, not exactly to the last one (paper, Appendix "Teacher Attention and Offline Fit").
+    ``compile`` calls ``run``, which passes every batch through one frozen teacher. ``add`` may also
+    be called while the teacher still trains. The data of the fit are then from all these states of
+    the teacher, not only the last (paper, Appendix "Teacher Attention and Offline Fit").
     """
+
+    hint: ClassVar[str]  # how to pass the layers' state through a transform of the framework
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Calibration(abc.ABC):
             checks.instance("apply_kwargs", apply_kwargs, Mapping, "a mapping of keywords")
         if forward is not None and not callable(forward):
             raise TypeError(f"forward must be a function, got {checks.describe(forward)}")
-        self.options = options
+        self.options, self.fit = options, named_fit(options.fit)
         self.apply_kwargs = dict(apply_kwargs or {})
         self.fits: dict[str, LayerFit] = {}
         self.num_batches = 0
@@ -76,17 +78,38 @@ class Calibration(abc.ABC):
         """The records of every layer, by path, of one forward pass with dropout off."""
 
     @abc.abstractmethod
-    def attach(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> dict:
-        """The compiled teacher as keywords of CompileResult; ``batch`` checks that it switched."""
+    def _trace(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> None:
+        """Traces one forward pass of the compiled teacher; its layers note that they ran."""
+
+    @abc.abstractmethod
+    def _compiled(self, teacher: Any, states: Mapping[str, CompiledState]) -> dict[str, Any]:
+        """The compiled teacher, as a keyword of CompileResult."""
+
+    def _check_switched(
+        self, teacher: Any, states: Mapping[str, CompiledState], batch: Any
+    ) -> None:
+        """Raises ValueError if a layer ignores its state; layers that did not run are skipped."""
+        probe = fresh_probe()
+        probed = {path: dataclasses.replace(s, probe=probe) for path, s in states.items()}
+        ran = self.records(teacher, batch)
+        with observe() as observer:
+            self._trace(teacher, probed, batch)
+        missing = [path for path in states if path in ran and path not in observer.compiled]
+        if missing:
+            raise ValueError(
+                f"layers {missing} did not switch to the compiled operator: a transform around "
+                f"them drops their state, or forward did not run them on its own argument. "
+                f"{self.hint}"
+            )
 
     def add(self, teacher: Any, batch: Any, index: int | None = None) -> None:
-        """Adds one batch at the teacher's present state; activations are dropped after it.
+        """Adds one batch at the teacher's present state.
 
         ``index`` names the batch in errors; by default batches are counted.
 
         Raises:
           ValueError: no such layer, a layer that cannot be compiled, values that are not finite.
-          TypeError: a batch that holds other things than arrays.
+          TypeError: a batch with a leaf that is not an array.
         """
         start = time.perf_counter()
         where = f"calibration batch {self.num_batches if index is None else index}"
@@ -94,25 +117,25 @@ class Calibration(abc.ABC):
         options = self.options
         for path, record in select(self.records(teacher, batch), options.layers).items():
             if path not in self.fits:
-                settings = options.fit, options.closures, options.seed, options.holdout
-                self.fits[path] = options.fit.layer_kind()(path, record, *settings)
+                settings = options.closures, options.seed, options.holdout
+                self.fits[path] = self.fit.layer_kind()(path, record, self.fit, *settings)
             self.fits[path].add(record, where)
         self.num_batches += 1
         self.seconds += time.perf_counter() - start
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
-        """Adds up what several processes added, each its own batches, before ``finish``.
+        """Adds up the sums of several processes, each over its own batches, before ``finish``.
 
-        Every process must have added at least one batch, and then solves for the same
-        coefficients; its report is of its own report batches.
+        Every process must have added at least one batch. All then solve for the same coefficients;
+        each process reports on its own report batches.
 
         Args:
           total: from a pytree of arrays to its leaf-wise sums over all processes, for instance
-            over ``jax.experimental.multihost_utils.process_allgather``.
+            with ``jax.experimental.multihost_utils.process_allgather``.
 
         Raises:
-          ValueError: nothing was added, or the fit holds activations and not sums: KL, several
-            stages, the automatic choice.
+          ValueError: no batch was added, or the fit stores activations instead of sums (KL, several
+            stages, the automatic choice).
         """
         if not self.fits:
             raise ValueError("batches holds no batch: every process needs at least one")
@@ -130,15 +153,15 @@ class Calibration(abc.ABC):
         """Solves every layer and measures the compiled ``teacher`` on ``report_batches``.
 
         Args:
-          teacher: the state to be compiled.
+          teacher: the state to compile.
           report_batches: at least one batch.
-          held_out: whether the fit did not see them.
-          fit_batches: gives the fit's batches again (KL with ``in_memory=False``).
+          held_out: for the report: whether the fit did not see these batches.
+          fit_batches: gives the fit's batches again (for KL with ``in_memory=False``).
 
         Raises:
-          ValueError: nothing was added, no batch to report on, no active token, a layer that did
-            not switch to its compiled operator.
-          TypeError: batches that are no list, or hold other things than arrays.
+          ValueError: no batch was added or given, no active token, a layer that did not switch to
+            its compiled operator.
+          TypeError: ``report_batches`` is not a list, or has a leaf that is not an array.
         """
         checks.instance("report_batches", report_batches, (list, tuple), "a list of batches")
         for index, batch in enumerate(report_batches):
@@ -146,22 +169,17 @@ class Calibration(abc.ABC):
         if not self.fits or not report_batches:
             raise ValueError("batches holds no batch: give at least one calibration batch")
         start = time.perf_counter()
-        solved = self.options.fit.solve(
-            self.fits, lambda path: self._again(path, teacher, fit_batches)
-        )
+        again = functools.partial(self._again, teacher, fit_batches or tuple)
+        solved = self.fit.solve(self.fits, again)
         self.seconds += time.perf_counter() - start
         states = {path: state for path, (state, _) in solved.items()}
-        compiled = self.attach(teacher, states, report_batches[0])
-        layers = measure(
-            functools.partial(self.records, teacher), report_batches, self.fits, solved
-        )
-        report = CompileReport(
-            layers, held_out, self.num_batches, len(report_batches), self.seconds
-        )
-        return CompileResult(states, report, **compiled)
+        self._check_switched(teacher, states, report_batches[0])
+        layers, count = self._measure(teacher, report_batches, solved), len(report_batches)
+        report = CompileReport(layers, held_out, self.num_batches, count, self.seconds)
+        return CompileResult(states, report, **self._compiled(teacher, states))
 
     def _again(
-        self, path: str, teacher: Any, fit_batches: Callable[[], Iterable[Any]]
+        self, teacher: Any, fit_batches: Callable[[], Iterable[Any]], path: str
     ) -> Iterator[Record]:
         """The records of one layer, in one more pass over the batches of the fit."""
         for batch in fit_batches():
@@ -169,42 +187,74 @@ class Calibration(abc.ABC):
             if path in records:
                 yield records[path]
 
-    def run(
-        self,
-        teacher: Any,
-        batches: Iterable[Any],
-        *,
-        total: Callable[[Any], Any] | None = None,
-    ) -> CompileResult:
-        """Adds ``batches`` except the share held out, and finishes on that share.
+    def _measure(
+        self, teacher: Any, batches: Sequence[Any], solved: Mapping[str, Solved]
+    ) -> dict[str, LayerReport]:
+        """Mean fidelity over ``batches``: one LayerReport per layer, also within a stack."""
+        cases: dict[str, list[Any]] = {path: [] for path in solved}
+        ladders: dict[str, list[list[Ladder]]] = {path: [] for path in solved}
+        for batch in batches:
+            recorded = self.records(teacher, batch)
+            for path, (state, _) in solved.items():
+                if path not in recorded:  # an optional branch that this batch did not take
+                    continue
+                budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
+                case = fidelity.layer_fidelity(recorded[path], state, budgets=budgets)
+                cases[path].append(
+                    jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), case)
+                )
+                ladder = self.fits[path].ladder(recorded[path], timed=not ladders[path])
+                if ladder is not None:
+                    ladders[path].append(ladder)
+        reports = {}
+        for path, (_, figures) in solved.items():
+            if not cases[path]:
+                continue
+            means = jax.tree.map(lambda *x: np.mean(x, 0), *cases[path])
+            for i, numbers in enumerate(figures):
+                layer = f"{path}[{i}]" if self.fits[path].stack else path
+                rows = {
+                    name: {metric: float(x[i]) for metric, x in row.items()}
+                    for name, row in means.items()
+                }
+                fit = {**rows.pop("fit"), **numbers}
+                own = [ladder[i] for ladder in ladders[path]]
+                reports[layer] = LayerReport(layer, rows, fit, mean_ladder(own) if own else None)
+        return reports
 
-        Batches that are held out are held until the report. ``total`` adds up the sums of several
-        processes, see ``reduce``.
+    def run(
+        self, teacher: Any, batches: Iterable[Any], *, total: Callable[[Any], Any] | None = None
+    ) -> CompileResult:
+        """Fits on ``batches`` except the held-out share, and reports on that share.
+
+        Held-out batches stay in memory. Without any, the report is on the first batch. ``total``
+        adds up the sums of several processes, see ``reduce``.
 
         Raises:
           TypeError: one batch instead of an iterable, a generator where batches are needed again.
           ValueError: as ``add`` and ``finish``.
         """
         share = self.options.holdout
-        held, first = [], None
-        for index, batch in enumerate(checked(batches, self.options.fit)):
+        held_out, first = [], None
+        for index, batch in enumerate(checked(batches, self.fit)):
             first = batch if first is None else first
             if is_held_out(index, share):
-                check_batch(batch, f"calibration batch {index}")
-                held.append(batch)
+                where = f"calibration batch {index}"
+                check_batch(batch, where)
+                held_out.append(batch)
                 for path, record in self.records(teacher, batch).items():
-                    check_active(record, path, f"calibration batch {index}")
+                    check_active(record, path, where)
             else:
                 self.add(teacher, batch, index)
         if total is not None:
             self.reduce(total)
         fit_batches = lambda: (b for i, b in enumerate(batches) if not is_held_out(i, share))
-        report = held or ([] if first is None else [first])
-        return self.finish(teacher, report, held_out=bool(held), fit_batches=fit_batches)
+        report = held_out or ([] if first is None else [first])
+        return self.finish(teacher, report, held_out=bool(held_out), fit_batches=fit_batches)
 
 
 def select(recorded: Mapping[str, Record], layers: Sequence[str] | None) -> dict[str, Record]:
-    """The records to compile; ValueError when there is none or a path is unknown."""
+    """The records of the layers to compile; ValueError for no layer or an unknown path."""
     if not recorded:
         raise ValueError(
             "no SinkhornAttention layer ran in the model: pass "
@@ -221,7 +271,7 @@ def select(recorded: Mapping[str, Record], layers: Sequence[str] | None) -> dict
 
 
 def check_batch(batch: Any, where: str) -> None:
-    """Raises TypeError unless ``batch`` is made of arrays and numbers."""
+    """Raises TypeError unless all leaves of ``batch`` are arrays or numbers."""
     if batch is None:
         raise TypeError(f"{where} must be an array, or a tuple or dict of arrays, got None")
     for leaf in jax.tree.leaves(batch):
@@ -232,63 +282,23 @@ def check_batch(batch: Any, where: str) -> None:
 
 
 def check_active(record: Record, path: str, where: str) -> None:
-    """Raises ValueError when a held-out record has no active token or gives NaN duals."""
+    """Raises ValueError if a record has no active token or gives values that are not finite."""
     mass = fidelity.layer_balance(record)
     check_finite(mass, record, path, where)
     if (np.asarray(mass) == 0).any():
         raise ValueError(f"{where} has no active token at layer {path!r}")
 
 
-def measure(
-    records: Callable[[Any], Mapping[str, Record]],
-    batches: Sequence[Any],
-    fits: Mapping[str, LayerFit],
-    solved: Mapping[str, Solved],
-) -> dict[str, LayerReport]:
-    """Mean fidelity over ``batches``, one LayerReport a layer (each layer of a stack alone)."""
-    cases: dict[str, list] = {path: [] for path in solved}
-    ladders: dict[str, list] = {path: [] for path in solved}
-    for batch in batches:
-        recorded = records(batch)
-        for path, (state, _) in solved.items():
-            if path not in recorded:  # an optional branch that this batch did not take
-                continue
-            budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
-            case = fidelity.layer_fidelity(recorded[path], state, budgets=budgets)
-            cases[path].append(jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), case))
-            ladder = fits[path].ladder(recorded[path], timed=not ladders[path])
-            if ladder is not None:
-                ladders[path].append(ladder)
-    reports = {}
-    for path, (_, figures) in solved.items():
-        if not cases[path]:
-            continue
-        means = jax.tree.map(lambda *x: np.mean(x, 0), *cases[path])
-        for i, numbers in enumerate(figures):
-            layer = f"{path}[{i}]" if fits[path].stack else path
-            rows = {
-                name: {metric: float(x[i]) for metric, x in row.items()}
-                for name, row in means.items()
-            }
-            fit = {**rows.pop("fit"), **numbers}
-            own = [ladder[i] for ladder in ladders[path]]
-            reports[layer] = LayerReport(layer, rows, fit, mean_ladder(own) if own else None)
-    return reports
-
-
 def _natural(path: str) -> list:
-    """Sort key that puts ``block_10`` after ``block_9``."""
-    return [
-        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path)
-    ]
+    """Sort key that puts ``block_10`` after ``block_9``: text and numbers by turns."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", path))]
 
 
 def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
-    """``batches`` as it is.
+    """``batches`` unchanged.
 
     Raises:
-      TypeError: one batch, or not an iterable of batches, or a one-pass iterator
-        where the fit must go through the data again.
+      TypeError: a single batch, not an iterable, or a generator where the fit reads batches again.
     """
     if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise TypeError(f"batches must be an iterable of batches, got {checks.describe(batches)}")
@@ -300,6 +310,6 @@ def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
     if fit.reads_batches_again and iter(batches) is batches:
         raise TypeError(
             "batches must be re-iterable (a list, not a generator) for objective='kl' with "
-            "in_memory=False, which goes through them once an evaluation"
+            "in_memory=False, which reads them once per evaluation"
         )
     return batches

@@ -1,12 +1,12 @@
-"""What all fits have in common: settings (``Fit``) and the work on one layer (``LayerFit``)."""
+"""The parts common to all fits: settings (``Fit``) and the work on one layer (``LayerFit``)."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,42 +14,43 @@ import numpy as np
 
 from asap_jax import checks
 from asap_jax.attention import functions
-from asap_jax.compiler.report import Rung
+from asap_jax.compiler.report import Ladder
 from asap_jax.predictor import DualPair, Predictor
 from asap_jax.records import CompiledState, Record, check_mask, stack_mark
 from asap_jax.spec import SinkhornSpec
 
 CLOSURES = (*functions.CLOSURES, "none")
-Ladder = dict[str, dict[int, Rung]]
 Again = Callable[[str], Iterator[Record]]
+Solved = tuple[CompiledState, list[dict[str, Any]]]
+L = TypeVar("L", bound="LayerFit")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit(abc.ABC):
-    """How layers are fitted: settings only, checked when they are made.
+class Fit(abc.ABC, Generic[L]):
+    """Settings of a fit; ``L`` is the class that fits one layer with them.
 
     Attributes:
-      default_closures: what ``closures=None`` means; a number is cut to what a teacher allows.
-      reads_batches_again: whether solving goes through the calibration batches again.
+      default_closures: the meaning of ``closures=None``; a number is reduced to the most that the
+        teacher allows.
     """
 
     default_closures: ClassVar[str | int] = 2
-    reads_batches_again: ClassVar[bool] = False
+
+    @property
+    def reads_batches_again(self) -> bool:
+        """Whether solving reads the calibration batches again."""
+        return False
 
     @abc.abstractmethod
-    def layer_kind(self) -> type[LayerFit]:
-        """The class that fits one layer so."""
+    def layer_kind(self) -> type[L]:
+        """The class that fits one layer."""
 
+    @abc.abstractmethod
     def check_closures(self, closures: str | int) -> None:
-        """Raises ValueError where this fit cannot fit to ``closures``."""
-        if isinstance(closures, str):
-            raise ValueError(
-                f"closures={closures!r} is for fit=PaperFit(...): this fit needs a number of "
-                f"closures"
-            )
+        """Raises ValueError if this fit does not support ``closures``."""
 
     def check_teacher(self, path: str, spec: SinkhornSpec, closures: str | int | None) -> None:
-        """Raises ValueError for a teacher that cannot be compiled so, with the reason."""
+        """Raises ValueError, with the reason, for a teacher that this fit cannot compile."""
         if spec.num_steps == 1:
             raise ValueError(
                 f"layer {path!r} has num_steps=1, which is row softmax: it has no dual before its "
@@ -58,32 +59,31 @@ class Fit(abc.ABC):
         check_steps("closures", closures, path, spec)
 
     def left_out(self, spec: SinkhornSpec, closures: str | int | None) -> tuple[int, ...]:
-        """Default numbers of closures that the teacher has too few steps for."""
+        """Default numbers of closures for which the teacher has too few steps."""
         default = self.default_closures
         if closures is not None or isinstance(default, str) or default < spec.num_steps:
             return ()
         return (default,)
 
-    def solve(self, layers: Mapping[str, LayerFit], again: Again) -> dict[str, Solved]:
-        """Solves every layer; ``again(path)`` is one more pass over the records of a layer."""
-        del again  # for fits that read batches again
+    def solve(self, layers: Mapping[str, L], again: Again) -> dict[str, Solved]:
+        """Solves every layer; ``again(path)`` gives the records of a layer once more."""
         return {path: layer.solve() for path, layer in layers.items()}
-
-
-Solved = tuple[CompiledState, list[dict[str, Any]]]
 
 
 class LayerFit(abc.ABC):
     """Collects one layer's calibration data and solves for its predictor.
 
-    A layer stack of a scan is one LayerFit: its layers are solved apart.
+    A stack of layers under a scan is one LayerFit; each layer of the stack is solved separately.
 
     Attributes:
       path, spec, stack: of the layer, see ``Record``.
       fit, seed, holdout: see ``Options``.
-      closures: what the layer is compiled to.
-      left_out: default numbers of closures that the teacher has too few steps for.
+      closures: the closures that the layer is compiled to.
+      left_out: see ``Fit.left_out``.
     """
+
+    fit: Fit
+    closures: str | int
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class LayerFit(abc.ABC):
         seed: int = 0,
         holdout: float = 0.2,
     ):
-        """Takes the shapes of the layer from its first ``record``, which is not added.
+        """Reads the shapes of the layer from its first ``record``, but does not add the record.
 
         Raises:
-          ValueError: a teacher that cannot be compiled so.
+          ValueError: a teacher that this fit cannot compile.
         """
         fit.check_teacher(path, record.spec, closures)
         self.path, self.fit, self.seed, self.holdout = path, fit, seed, holdout
@@ -116,59 +116,57 @@ class LayerFit(abc.ABC):
         """Adds one batch; ``where`` names it in errors.
 
         Raises:
-          ValueError: the batch gives a value that is not finite, a mask has other values than 0
-            and 1, or the batch does not fit those before it.
+          ValueError: the batch gives a value that is not finite, its mask has values other than 0
+            and 1, or it does not fit earlier batches.
         """
         check_mask(record, self.path, where)
         self._add(record, where)
 
     @abc.abstractmethod
     def _add(self, record: Record, where: str) -> None:
-        """Adds one checked batch."""
+        """Adds one batch with a checked mask."""
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
         """Replaces sums by their totals over processes, see ``Calibration.reduce``.
 
         Raises:
-          ValueError: the fit keeps activations.
+          ValueError: the fit stores activations.
         """
         raise ValueError(
-            f"only sums add up over processes, and the fit of layer {self.path!r} keeps "
+            f"only sums add up over processes, but the fit of layer {self.path!r} stores "
             f"activations: compile on one process"
         )
 
     @abc.abstractmethod
-    def solve_one(self, index: int) -> tuple[Predictor | DualPair, dict[str, Any]]:
-        """The predictor of layer ``index`` of the stack, and figures of its fit."""
+    def _solve_layers(self) -> Sequence[tuple[Predictor | DualPair, dict[str, Any]]]:
+        """The predictor of each layer of the stack, and figures of its fit."""
 
     def solve(self) -> Solved:
-        """The layer's state, arrays stacked under a scan, and figures of each layer's fit.
+        """The compiled state, with arrays stacked under a scan, and figures of each layer's fit.
 
         Raises:
-          ValueError: no active token was seen, or values that are not finite; names the layer.
+          ValueError: no active token, or values that are not finite; the message names the layer.
         """
         try:
-            solved = [self.solve_one(index) for index in range(self.depth)]
+            solved = self._solve_layers()
         except ValueError as error:
             raise ValueError(f"layer {self.path!r}: {error}") from error
+        predictor = jax.tree.map(
+            lambda *x: jnp.stack(x).reshape(*self.stack, *jnp.shape(x[0])),
+            *(predictor for predictor, _ in solved),
+        )
         figures = [dict(numbers, left_out=self.left_out) for _, numbers in solved]
-        return self.state([predictor for predictor, _ in solved]), figures
+        state = CompiledState(predictor, self.spec, self.closures, stack_mark(self.stack))
+        return state, figures
 
     def layer(self, sums: Any, index: int) -> Any:
-        """Arrays of one layer of the stack."""
+        """The arrays of layer ``index`` of the stack."""
         depth = len(self.stack)
         return jax.tree.map(lambda x: x.reshape(self.depth, *x.shape[depth:])[index], sums)
 
-    def state(self, predictors: list[Predictor | DualPair]) -> CompiledState:
-        """The compiled state of the stack from the predictors of its layers."""
-        stacked = jax.tree.map(
-            lambda *x: jnp.stack(x).reshape(*self.stack, *jnp.shape(x[0])), *predictors
-        )
-        return CompiledState(stacked, self.spec, self.closures, stack_mark(self.stack))
-
     def ladder(self, record: Record, *, timed: bool) -> list[Ladder] | None:
         """Fidelity of other choices on a record, layer by layer; None if there are none."""
-        del record, timed
+        return None
 
 
 def check_finite(values: Any, record: Record, path: str, where: str) -> None:
@@ -187,7 +185,7 @@ def is_held_out(index: int, share: float) -> bool:
 
 
 def check_steps(name: str, value: Any, path: str, spec: SinkhornSpec) -> None:
-    """Raises ValueError for a number of closures, or several, beyond the teacher's steps."""
+    """Raises ValueError if a number of closures (or one of a tuple) is not below the steps."""
     counts = value if isinstance(value, tuple) else (value,)
     if any(isinstance(n, int) and n >= spec.num_steps for n in counts):
         raise ValueError(
@@ -202,3 +200,12 @@ def check_closures(closures: Any) -> str | int:
         checks.one_of("closures", closures, CLOSURES)
         return closures
     return checks.positive_int("closures", closures)
+
+
+def number_of_closures(closures: str | int) -> int:
+    """``closures`` as a number; ValueError for a name."""
+    if isinstance(closures, str):
+        raise ValueError(
+            f"closures={closures!r} is for fit=PaperFit(...): this fit needs a number of closures"
+        )
+    return closures

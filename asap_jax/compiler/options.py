@@ -1,11 +1,11 @@
-"""What a compile may choose, checked before any data are touched."""
+"""The settings of a compile, checked before any data are read."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -20,29 +20,27 @@ NAMED: dict[str, Fit] = {
     "paper": PaperFit(),
     "auto": AutoFit(),
 }
-# Settings that were keywords of a compile before fits had a type.
-_MOVED = {
+_FIT_SETTINGS = {
     field.name: kind.__name__ for kind in (PaperFit, AutoFit) for field in dataclasses.fields(kind)
 }
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def explain_moved_settings(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``function``: a setting of a fit among its keywords is an error that says where to.
+def explain_fit_settings(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wraps ``function``: a keyword of an older version raises a TypeError with its new place.
 
-    The signature stays that of ``function``, and other unknown keywords raise as usual.
+    Other unknown keywords raise as usual.
     """
 
     @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for name, value in kwargs.items():
-            if name in _MOVED:
-                raise TypeError(
-                    f"{name} is a setting of a fit now: compile(..., "
-                    f"fit={_MOVED[name]}({name}=...))"
-                )
-            if name == "recipe":
-                shown = repr(value) if value in ("paper", "auto") else "..."
-                raise TypeError(f"recipe is called fit now: compile(..., fit={shown})")
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if "recipe" in kwargs:
+            raise TypeError("recipe is called fit now: compile(..., fit='auto')")
+        for name in kwargs:
+            if name in _FIT_SETTINGS:
+                fit = f"{_FIT_SETTINGS[name]}({name}=...)"
+                raise TypeError(f"{name} is a setting of a fit: compile(..., fit={fit})")
         return function(*args, **kwargs)
 
     return wrapped
@@ -50,25 +48,23 @@ def explain_moved_settings(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of a compile, beside the model and the data.
+    """Settings of a compile other than the model and the data.
 
     Attributes:
-      fit: a ``PaperFit``, a ``Candidate`` (one way of predicting) or an ``AutoFit`` (the best of
-        several), or its name: ``"paper"`` is the paper to the letter, ``"auto"`` the automatic
-        choice, and others are those of ``CANDIDATES`` and ``THOROUGH``; ``"moments"`` fits
+      fit: a ``PaperFit``, a ``Candidate`` (one way to predict) or an ``AutoFit`` (the best of
+        several candidates), or a name: ``"paper"`` is ``PaperFit()``, ``"auto"`` is ``AutoFit()``,
+        and a name from ``CANDIDATES`` or ``THOROUGH`` is that candidate. ``"moments"`` fits
         moments of all tokens, head by head.
-      closures: an int n (n closures from the dual of the side that makes them end as the teacher
-        does), and for a ``PaperFit`` also ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0) or
-        ``"none"`` (ablation: both duals predicted, no c-transform). When None ``"two_sided"`` for
-        a ``PaperFit``; otherwise 2 or, and the report says so, as many as the teacher has steps to
-        save.
+      closures: an int n: n closures, from the side with which they end as the teacher does. A
+        ``PaperFit`` also takes ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0) and ``"none"``
+        (ablation: both duals predicted, no c-transform). None is ``"two_sided"`` for a
+        ``PaperFit`` and otherwise 2, or 1 for a teacher of two steps; the report mentions that.
       layers: paths of the layers to compile; all when None.
-      holdout: share of the batches that the fit does not see and the report is measured on.
+      holdout: share of the batches that the fit does not see; the report is measured on them.
       seed: seed of slice directions and codebooks.
 
     Raises:
-      ValueError, TypeError: a setting that is unknown, out of range or does not go with the fit; a
-        setting of a fit is named with its place.
+      ValueError, TypeError: a setting that is unknown, out of range or does not fit the others.
     """
 
     fit: str | Fit = "moments"
@@ -79,19 +75,11 @@ class Options:
 
     def __post_init__(self):
         set_field = lambda name, value: object.__setattr__(self, name, value)
-        if not isinstance(self.fit, Fit):
-            if not isinstance(self.fit, str):
-                raise TypeError(
-                    f"fit must be a PaperFit, a Candidate, an AutoFit or a name, got "
-                    f"{checks.describe(self.fit)}"
-                )
-            checks.one_of("fit", self.fit, NAMED)
-            set_field("fit", NAMED[self.fit])
+        fit = named_fit(self.fit)
+        set_field("fit", fit)
         if self.closures is not None:
             set_field("closures", check_closures(self.closures))
-        self.fit.check_closures(
-            self.fit.default_closures if self.closures is None else self.closures
-        )
+        fit.check_closures(fit.default_closures if self.closures is None else self.closures)
         if self.layers is not None:
             set_field("layers", checks.items("layers", self.layers))
         if self.layers == ():
@@ -102,4 +90,19 @@ class Options:
             raise TypeError(f"seed must be an int, got {self.seed!r}")
 
 
-Options.__init__ = explain_moved_settings(Options.__init__)
+# dataclasses generates __init__, so it can only be wrapped afterwards.
+Options.__init__ = explain_fit_settings(Options.__init__)  # type: ignore[method-assign]
+
+
+def named_fit(fit: str | Fit) -> Fit:
+    """The fit of a name; a Fit itself is returned unchanged.
+
+    Raises:
+      ValueError: an unknown name.
+      TypeError: neither a name nor a Fit.
+    """
+    if isinstance(fit, Fit):
+        return fit
+    checks.instance("fit", fit, str, "a PaperFit, a Candidate, an AutoFit or a name")
+    checks.one_of("fit", fit, NAMED)
+    return NAMED[fit]

@@ -29,36 +29,35 @@ WEIGHTINGS = ("none", "gauss_newton")
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperFit(Fit):
+class PaperFit(Fit["PaperLayerFit"]):
     """The paper's fit: one linear map from features to a dual (paper, algorithm 1).
 
-    The defaults are the paper's to the letter: ASAP-LS with 32 slices, and
-    ``closures="two_sided"``.
+    The defaults are exactly the paper's: ASAP-LS with 32 slices, and ``closures="two_sided"``.
 
     Attributes:
       objective: ``"ls"`` (ASAP-LS) or ``"kl"`` (ASAP-KL, started at LS).
       num_slices: L.
       ridge: lambda >= 0, unnormalised unless ``ridge_scale`` says otherwise.
       ridge_scale: ``"absolute"``, ``"trace"`` or ``"diagonal"``, see ``NormalEquations.solve``.
-      rows: regression rows: ``"active"`` tokens, or ``"all"`` that take part in the closures
-        (padded queries under a key-only mask too).
-      padding: which tokens carry features, see ``Predictor``; None leaves it to the layer's spec.
+      rows: regression rows: ``"active"`` tokens, or ``"all"`` tokens that take part in the
+        closures (under a key-only mask also padded queries).
+      padding: which tokens carry features, see ``Predictor``; None: as in the layer's spec.
       weighting: ``"none"``, or ``"gauss_newton"``: rows weighted by the curvature of the KL
         objective of one closure (``closures="one_sided"`` or ``1``).
       damping: in (0, 1], the share of plain least squares in a weighted fit.
       coefficients: ``"pooled"`` over the heads of a layer, ``"per_head"``, or ``"shared"``
         (ablation: one vector for all layers).
-      in_memory: KL only: hold q, k, mask, features and targets of the fit batches, or, when
+      in_memory: KL only: store q, k, bias, mask, features and targets of the fit batches. When
         False, run the model over re-iterable batches again on every evaluation.
       features: name of a family (``"sliced_potentials"``, ``"moments"``, ``"raw_projections"``,
         ``"rank_displacement"``), names joined by ``"+"``, or a tuple of names and family
         instances.
       slice_kind: see ``slice_directions``.
       baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
-      token_bias: fit one bias per token position too; lengths must then be fixed.
+      token_bias: also fit one bias per token position; all batches must then have one length.
 
     Raises:
-      ValueError, TypeError: a setting that is unknown, out of range or does not go with another.
+      ValueError, TypeError: a setting that is unknown, out of range or does not fit the others.
     """
 
     default_closures: ClassVar[str] = "two_sided"
@@ -82,7 +81,7 @@ class PaperFit(Fit):
         set_field = lambda name, value: object.__setattr__(self, name, value)
         checks.one_of("objective", self.objective, OBJECTIVES)
         checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
-        _ = self.regression  # which checks its settings
+        _ = self.regression  # checks its settings
         if self.padding is not None:
             checks.one_of("padding", self.padding, PADDINGS)
         checks.one_of("weighting", self.weighting, WEIGHTINGS)
@@ -105,7 +104,7 @@ class PaperFit(Fit):
             else:
                 check_families("features", (family,))
         if self.coefficients == "shared" and self.token_bias:
-            raise ValueError("coefficients='shared' goes with token_bias=False")
+            raise ValueError("coefficients='shared' needs token_bias=False")
         if self.objective == "kl":
             self._check_kl()
 
@@ -127,7 +126,7 @@ class PaperFit(Fit):
 
     @property
     def regression(self) -> Regression:
-        """What all its least-squares fits share."""
+        """Settings of its least-squares fits."""
         per_head = self.coefficients == "per_head"
         return Regression(self.rows, per_head, self.ridge, self.ridge_scale)
 
@@ -139,11 +138,11 @@ class PaperFit(Fit):
 
     @property
     def reads_batches_again(self) -> bool:
-        """Whether solving goes through the calibration batches again: KL out of memory."""
+        """Whether solving reads the calibration batches again: for KL with ``in_memory=False``."""
         return self.objective == "kl" and not self.in_memory
 
     def check_closures(self, closures: str | int) -> None:
-        """Raises ValueError where other settings do not go with ``closures``."""
+        """Raises ValueError if another setting does not allow ``closures``."""
         if self.objective == "kl" and closures not in functions.CLOSURES:
             raise ValueError(
                 f"objective='kl' fits the source dual through one key closure: closures must be "
@@ -155,14 +154,14 @@ class PaperFit(Fit):
                 f"closures={closures!r}"
             )
         if closures == "none" and (self.token_bias or self.baseline != "none"):
-            raise ValueError("closures='none' goes with baseline='none' and token_bias=False")
+            raise ValueError("closures='none' needs baseline='none' and token_bias=False")
 
     def layer_kind(self) -> type[PaperLayerFit]:
-        """Sums of the layer, and what the KL objective needs."""
+        """Normal equations, and the items of the KL objective."""
         return PaperLayerFit
 
     def solve(self, layers: Mapping[str, PaperLayerFit], again: Again) -> dict[str, Solved]:
-        """Solves every layer, on the sums over all of them for shared coefficients."""
+        """Solves every layer; shared coefficients are solved from the sums over all layers."""
         totals = None
         if self.coefficients == "shared":
             parts = zip(*(layer.total() for layer in layers.values()), strict=True)
@@ -176,16 +175,17 @@ class PaperFit(Fit):
 class PaperLayerFit(LayerFit):
     """Sums of one layer, then its coefficients.
 
-    Least squares holds normal equations only. The KL objective also holds q, k, mask, features
-    and targets of every batch unless they are to be streamed.
+    Least squares stores normal equations only. The KL objective also stores a ``KLItem`` per batch
+    and layer, unless the fit reads the batches again.
 
     Attributes:
-      shared: normal equations over all layers, one per target, to be solved instead.
-      stream: gives the layer's records again, one pass a call (KL out of memory).
+      shared: normal equations over all layers, one per target, which replace the layer's own.
+      stream: gives the layer's records again, one pass per call.
     """
 
+    fit: PaperFit
     shared: list[NormalEquations] | None = None
-    stream: Callable[[], Iterator[Record]] | None = None
+    stream: Callable[[], Iterator[Record]]
 
     def __init__(self, path: str, record: Record, fit: PaperFit, *settings: Any):
         super().__init__(path, record, fit, *settings)
@@ -193,17 +193,20 @@ class PaperLayerFit(LayerFit):
         self.targets: tuple[str | int, ...] = (closures,)
         if isinstance(closures, str):
             self.targets = ("final_query", "final_key") if closures == "none" else ("source",)
-        # The paper's bank of slices is the same for every layer.
-        settings = dict(num_slices=fit.num_slices, slice_kind=fit.slice_kind)
-        create = lambda name: FAMILIES[name].create(
-            jax.random.key(self.seed), record.query.shape[-1], **settings
-        )
-        self.families = tuple(create(f) if isinstance(f, str) else f for f in fit.families)
         self.head_dim = record.query.shape[-1]
+        self.families = tuple(self._family(family) for family in fit.families)
         self.sums: list[NormalEquations] = []
         self.offset: Any = None
         self.items: list[list[kl_data.KLItem]] = [[] for _ in range(self.depth)]
         self.num_problems = 0
+
+    def _family(self, family: Any) -> Any:
+        """A feature family from its name; slice directions are the same for every layer."""
+        if not isinstance(family, str):
+            return family
+        kind: Any = FAMILIES[family]
+        settings = dict(num_slices=self.fit.num_slices, slice_kind=self.fit.slice_kind)
+        return kind.create(jax.random.key(self.seed), self.head_dim, **settings)
 
     def _add(self, record: Record, where: str) -> None:
         fit = self.fit
@@ -232,8 +235,8 @@ class PaperLayerFit(LayerFit):
             shape = record.query.shape[len(self.stack) :]
             self.num_problems += math.prod(shape[:-3]) * shape[-2]
             if fit.in_memory:
-                for i, one in enumerate(unstack(record)):
-                    self.items[i].append(kl_data.kl_item(one, self.families))
+                for items, layer in zip(self.items, unstack(record), strict=True):
+                    items.append(kl_data.kl_item(layer, self.families))
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
         """Replaces the sums by their totals over processes; ValueError for the KL objective."""
@@ -246,56 +249,56 @@ class PaperLayerFit(LayerFit):
         depth = len(self.stack)
         return [jax.tree.map(lambda x: x.sum(tuple(range(depth + 1))), s) for s in self.sums]
 
-    def solve_one(self, index: int) -> tuple[Predictor | DualPair, dict[str, Any]]:
-        """The predictor of layer ``index``, a DualPair for closures ``"none"``, and figures."""
-        heads, figures = [], {}
-        for sums in self.shared or [self.layer(sums, index) for sums in self.sums]:
-            sums, coefficients, new = self.fit.regression.solve(sums)
-            figures = figures or new
-            if self.fit.objective == "kl":
-                result = self._kl(index, sums)
-                coefficients = result.coefficients
-                figures |= dict(
-                    kl_reason=result.reason,
-                    kl_converged=result.converged,
-                    kl_steps=result.num_steps,
-                    plan_kl=result.plan_kl,
-                )
-            heads.append(coefficients)
-        predictor = functools.partial(Predictor, self.families, padding=self.fit.padding)
+    def _solve_layers(self) -> list[tuple[Predictor | DualPair, dict[str, Any]]]:
+        return [self._solve_one(index) for index in range(self.depth)]
+
+    def _solve_one(self, index: int) -> tuple[Predictor | DualPair, dict[str, Any]]:
+        fit, all_sums = self.fit, self.shared or self.layer(self.sums, index)
+        solutions = [self._solution(index, sums) for sums in all_sums]
+        (head, figures), bias = solutions[0], None
+        predictor = functools.partial(Predictor, self.families, padding=fit.padding)
         if self.closures == "none":
-            query, key = (
-                predictor(LinearHead(head), side=side)
-                for head, side in zip(heads, ("query", "key"), strict=True)
-            )
+            query, key = (LinearHead(coefficients) for coefficients, _ in solutions)
             total, count = (x.sum(-1) for x in self.layer(self.offset, index))
-            return DualPair(query, key, total / jnp.maximum(count, jnp.ones_like(count))), figures
-        (head,), bias = heads, None
-        if self.fit.token_bias:
+            offset = total / jnp.maximum(count, jnp.ones_like(count))
+            pair = DualPair(predictor(query, side="query"), predictor(key, side="key"), offset)
+            return pair, figures
+        if fit.token_bias:
             width = sum(family.num_features(self.head_dim) for family in self.families)
             head, bias = head[..., :width], head[..., width:]
-        source = isinstance(self.closures, str)
-        side = "query" if source else self.spec.side_before_end(self.closures)
-        baseline = self.fit.baseline
-        return predictor(LinearHead(head), token_bias=bias, side=side, baseline=baseline), figures
+        closures = self.closures
+        side = "query" if isinstance(closures, str) else self.spec.side_before_end(closures)
+        settings = dict(token_bias=bias, side=side, baseline=fit.baseline)
+        return predictor(LinearHead(head), **settings), figures
 
-    def _kl(self, index: int, sums: NormalEquations) -> kl_search.KLFit:
-        held = self.items[index]
-        return kl_search.minimise(
+    def _solution(self, index: int, sums: NormalEquations) -> tuple[jax.Array, dict[str, Any]]:
+        """Coefficients of one target by the fit's objective, and figures."""
+        sums, coefficients, figures = self.fit.regression.solve(sums)
+        if self.fit.objective == "ls":
+            return coefficients, figures
+        items = self.items[index]
+        result = kl_search.minimise(
             sums,
-            kl_data.groups(held) if held else _StreamedItems(self, index),
-            kl_data.KLBlocks(self.spec),
+            kl_data.groups(items) if items else _StreamedItems(self, index),
+            kl_data.KLItem.block,
             epsilon=self.spec.epsilon,
             ridge=self.fit.ridge,
             num_problems=self.num_problems,
         )
+        return result.coefficients, figures | dict(
+            kl_reason=result.reason,
+            kl_converged=result.converged,
+            kl_steps=result.num_steps,
+            plan_kl=result.plan_kl,
+        )
 
 
+@dataclasses.dataclass(frozen=True)
 class _StreamedItems(Iterable):
-    """A layer's KL items, made again from the model's records on every pass."""
+    """A layer's KL items, computed again from the model's records on every pass."""
 
-    def __init__(self, layer: PaperLayerFit, index: int):
-        self.layer, self.index = layer, index
+    layer: PaperLayerFit
+    index: int
 
     def __iter__(self) -> Iterator[kl_data.KLItem]:
         for record in self.layer.stream():
@@ -303,5 +306,4 @@ class _StreamedItems(Iterable):
             yield kl_data.kl_item(unstack(record)[self.index], self.layer.families)
 
 
-def _plus(a: Any, b: Any) -> Any:
-    return jax.tree.map(jnp.add, a, b)
+_plus = functools.partial(jax.tree.map, jnp.add)

@@ -12,10 +12,14 @@ HEADINGS = ("attention rel-l2", "output RMSE", "row error", "column error")
 
 
 class Rung(NamedTuple):
-    """An operator at a number of closures: rel-l2, and seconds of a batch (NaN: not timed)."""
+    """An operator at one number of closures: rel-l2, and seconds per batch (NaN: not timed)."""
 
     rel_l2: float
     seconds: float
+
+
+Ladder = dict[str, dict[int, Rung]]
+"""Operator name to number of closures to Rung."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +30,19 @@ class LayerReport:
       path: the layer's address; ``[i]`` is appended within a scanned stack.
       rows: operator name to ``{rel_l2, output_rmse, row_error, column_error}``.
       fit: ``r_squared_fit`` (least squares, fit batches) and ``r_squared`` (report batches) of the
-        predicted dual, ``num_rows`` regression rows; for a KL fit ``kl_reason``,
-        ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches); for a
-        number of closures the default numbers ``left_out``, as the teacher has too few steps; for
-        the automatic choice the chosen ``candidate``, the rel-l2 of each on the ``choice`` batches,
-        those that were ``too_slow``, and ``chosen_in_sample``: no batch was to spare for the
-        choice.
-      ladder: automatic choice: operator to number of closures to Rung, on the report batches.
+        predicted dual, ``num_rows`` of the regression, and ``left_out``: default numbers of
+        closures for which the teacher has too few steps. A KL fit adds ``kl_reason``,
+        ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches). The
+        automatic choice adds the chosen ``candidate``, ``choice`` (rel-l2 of each candidate on the
+        batches for the choice), the names of those ``too_slow``, and ``chosen_in_sample``: whether
+        the choice had to use the fit's own batches.
+      ladder: comparison on the report batches, by the automatic choice only.
     """
 
     path: str
     rows: dict[str, dict[str, float]]
     fit: dict[str, Any]
-    ladder: dict[str, dict[int, Rung]] | None = None
+    ladder: Ladder | None = None
 
     def _fit(self) -> str:
         fit = self.fit
@@ -61,28 +65,28 @@ class LayerReport:
             text += f"; the teacher has too few steps for {counts} closures, left out"
         return text
 
-    def _ladder(self) -> list[str]:
-        rungs = sorted({n for name, row in self.ladder.items() if name != "teacher" for n in row})
-        width = max(map(len, self.ladder))
+    def _ladder(self, ladder: Ladder) -> list[str]:
+        rungs = sorted({n for name, row in ladder.items() if name != "teacher" for n in row})
+        width = max(map(len, ladder))
         time = lambda seconds: "-" if math.isnan(seconds) else f"{1e3 * seconds:.2f}"
         cell = lambda rung: (
             f"{rung.rel_l2:>9.4f} {time(rung.seconds):>8}" if rung else f"{'-':>9} {'-':>8}"
         )
         head = " ".join(f"{f'n={n}':>9} {'ms':>8}" for n in rungs)
         lines = [f"  {'rel-l2 at n closures':<{width}} {head}"]
-        for name, row in self.ladder.items():
+        for name, row in ladder.items():
             if name == "teacher":
                 ((steps, rung),) = row.items()
                 lines.append(f"  teacher S={steps}: {1e3 * rung.seconds:.2f} ms")
             else:
                 lines.append(f"  {name:<{width}} {' '.join(cell(row.get(n)) for n in rungs)}")
         lines.append(
-            "  (Sinkhorn of n steps, of n + 1 where n end on the other side than the teacher; "
-            "ms: one attention call on one batch)"
+            "  (Sinkhorn takes n steps, or n + 1 to end on the teacher's side; ms: one attention "
+            "call on one batch)"
         )
-        (num_steps,) = self.ladder["teacher"]
-        names = self.fit.get("candidate"), SAME_ENDING
-        chosen, budget = (self.ladder.get(name, {}) for name in names)
+        (num_steps,) = ladder["teacher"]
+        names = self.fit.get("candidate", ""), SAME_ENDING
+        chosen, budget = (ladder.get(name, {}) for name in names)
         equal = [n for n in rungs if n in chosen and n in budget and (num_steps - n) % 2 == 0]
         lost = [str(n) for n in equal if chosen[n].rel_l2 > budget[n].rel_l2]
         if lost:
@@ -95,27 +99,24 @@ class LayerReport:
     def __str__(self) -> str:
         width = max(len(name) for name in self.rows)
         head = " ".join(f"{h:>16}" for h in HEADINGS)
-        lines = [
-            f"{self.path}: {self._fit()}",
-            f"  {'operator':<{width}} {head}",
-        ]
+        lines = [f"{self.path}: {self._fit()}", f"  {'operator':<{width}} {head}"]
         for name, row in self.rows.items():
             cells = " ".join(f"{row[m]:>16.3g}" for m in METRICS)
             lines.append(f"  {name:<{width}} {cells}")
         if self.ladder is not None:
-            lines += self._ladder()
+            lines += self._ladder(self.ladder)
         return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """Fidelity of a compiled model, one entry a layer; prints as a table.
+    """Fidelity of a compiled model, one entry per layer; prints as a table.
 
     Attributes:
       layers: path to LayerReport.
       held_out: whether the figures are from batches that the fit did not see.
-      num_fit_batches, num_report_batches: sizes of the two shares.
-      fit_seconds: teacher extraction, features and fit (wall clock, compilation included).
+      num_fit_batches, num_report_batches: number of batches for the fit and for the report.
+      fit_seconds: wall clock of recording the teacher and fitting, compilation included.
     """
 
     layers: dict[str, LayerReport]

@@ -1,4 +1,4 @@
-"""One way of predicting the dual that n closures start from, and the fit of a layer by it."""
+"""Candidates: ways to predict the dual that n closures start from, and how they are fitted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asap_jax import checks
-from asap_jax.compiler.fit import Fit, LayerFit, check_finite
+from asap_jax.compiler.fit import Fit, LayerFit, check_finite, number_of_closures
 from asap_jax.features import Moments, check_families
 from asap_jax.fitting import fidelity, finetune, stages, targets
 from asap_jax.fitting.least_squares import NormalEquations, Regression
@@ -20,23 +20,23 @@ from asap_jax.spec import PADDINGS
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate(Fit):
+class Candidate(Fit[LayerFit]):
     """One way to predict the dual that n closures start from.
 
     Attributes:
-      name: what reports call it.
-      rounds: codebook rounds on top of the features; 0 is the features alone.
-      num_centres: R, centres per head and side.
-      chain: correct the dual after every closure but the last.
-      rows: ``"active"`` or ``"all"``, see ``PaperFit``.
-      padding: which tokens carry features, see ``Predictor``; None leaves it to the spec.
-      damping: None for plain least squares; else the last stage before a single closure is
-        weighted by the curvature of its KL objective, so damped.
+      name: its name in reports.
+      rounds: codebook rounds after the fit to the features alone; 0 for none.
+      num_centres: R, centres of a codebook per head and side.
+      chain: correct the dual after every closure except the last.
+      rows, padding: see ``PaperFit``.
+      damping: None for plain least squares. For a single closure, a number weights the rows of the
+        last round by the curvature of the closure's KL objective; it is the share of plain least
+        squares in the weights, in [0, 1].
       coefficients: ``"per_head"`` or ``"pooled"``.
       ridge, ridge_scale: see ``NormalEquations.solve``.
-      tuned: steps of tuning by the divergence of the plans after all closures; 0 for none.
-      hidden: units of a hidden layer beside the linear head, tuned too; 0 for none.
-      features: feature families of every stage; a codebook comes on top of them.
+      tuned: most steps of tuning by the divergence of the plans after all closures; 0 for none.
+      hidden: units of a hidden layer beside the linear head, also tuned; 0 for none.
+      features: feature families of every stage; a codebook is added to them.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
@@ -72,27 +72,22 @@ class Candidate(Fit):
         if self.padding is not None:
             checks.one_of("padding", self.padding, PADDINGS)
         checks.one_of("coefficients", self.coefficients, ("per_head", "pooled"))
-        _ = self.regression  # which checks its settings
+        _ = self.regression  # checks its settings
         if self.damping is not None and checks.non_negative_float("damping", self.damping) > 1:
             raise ValueError(f"damping must be in [0, 1] or None, got {self.damping!r}")
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """What it takes to run, to be compared: rounds of centres, corrections, hidden units."""
+        """Cost to run, compared in this order: centres over all rounds, chain, hidden units."""
         return self.rounds * self.num_centres, int(self.chain), self.hidden
 
     @property
-    def single_stage(self) -> bool:
-        """Whether it is one least-squares fit, which sums of the batches are enough for."""
-        return not (self.rounds or self.chain or self.tuned)
-
-    @property
     def regression(self) -> Regression:
-        """What all its least-squares fits share."""
+        """Settings of its least-squares fits."""
         return Regression(self.rows, self.coefficients == "per_head", self.ridge, self.ridge_scale)
 
     def suits(self, num_closures: int, *, masked: bool) -> bool:
-        """Whether it differs from a simpler candidate at this number of closures."""
+        """Whether its settings take effect at this number of closures, with or without masks."""
         if self.chain and num_closures < 2:
             return False
         if self.damping is not None and num_closures != 1:
@@ -100,27 +95,26 @@ class Candidate(Fit):
         return masked or (self.rows == "active" and self.padding != "self")
 
     def check_closures(self, closures: str | int) -> None:
-        """Raises ValueError for a name, or a number that a setting does not go with."""
-        super().check_closures(closures)
-        if self.damping is not None and closures != 1:
+        """Raises ValueError for a name, or a number that does not fit a setting."""
+        number = number_of_closures(closures)
+        if self.damping is not None and number != 1:
             raise ValueError(
                 f"damping={self.damping} of fit {self.name!r} is for one closure: give closures=1, "
-                f"got closures={closures}"
+                f"got closures={number}"
             )
-        if self.chain and closures < 2:
+        if self.chain and number < 2:
             raise ValueError(
-                f"chain=True of fit {self.name!r} needs two closures or more, got "
-                f"closures={closures}"
+                f"chain=True of fit {self.name!r} needs two closures or more, got closures={number}"
             )
 
     def layer_kind(self) -> type[LayerFit]:
-        """Sums of the layer where one stage is enough, or its records."""
-        return SumsFit if self.single_stage else RecordsFit
+        """A single least-squares fit needs only sums over the batches, otherwise the records."""
+        return RecordsFit if self.rounds or self.chain or self.tuned else SumsFit
 
     def fit(
         self, records: Sequence[Record], num_closures: int, *, seed: int = 0
     ) -> tuple[Predictor, dict[str, Any]]:
-        """Fits one layer, given all its records.
+        """Fits one layer to all its records.
 
         Args:
           records: the layer's calibration records, not stacked.
@@ -128,8 +122,8 @@ class Candidate(Fit):
           seed: of the codebooks.
 
         Returns:
-          The predictor for ``closures=n``, and ``r_squared_fit`` and ``num_rows`` of the dual it
-          predicts; after tuning also ``tuned_steps`` and ``validation_kl``.
+          The predictor for ``closures=n``, and figures of the fit: ``r_squared_fit``,
+          ``num_rows``, and after tuning also ``tuned_steps`` and ``validation_kl``.
 
         Raises:
           ValueError: no active token, or values that are not finite.
@@ -164,11 +158,11 @@ class Candidate(Fit):
         return predictor, fitted.figures | figures
 
 
-# Features of all tokens in the closures: padded queries carry column mass, so they help predict
+# All tokens in the closures carry features: padded queries have column mass, so they help predict
 # the key dual (`python -m train study fidelity`).
 _every = functools.partial(Candidate, padding="none")
 
-# In the order of what they cost to run; all of them are least squares and quick to fit.
+# Cheapest to run first; all are least squares and quick to fit.
 CANDIDATES = (
     _every("moments"),
     Candidate("moments, active tokens", padding="self"),
@@ -181,8 +175,8 @@ CANDIDATES = (
     _every("large codebook, weighted", rounds=3, num_centres=32, damping=0.1),
 )
 
-# Beside those, one for long attention, whose cost a longer layer hides, and some that take many
-# passes over the calibration data to fit.
+# More candidates: a wide codebook, whose cost matters less in long attention, and tuned ones, which
+# need many passes over the calibration data.
 THOROUGH = (
     *CANDIDATES,
     _every("wide codebook", rounds=3, num_centres=64),
@@ -195,8 +189,10 @@ THOROUGH = (
 
 
 class SumsFit(LayerFit):
-    """A candidate of one stage: normal equations, added up batch by batch."""
+    """Fits a candidate of one stage; normal equations are added up batch by batch."""
 
+    fit: Candidate
+    closures: int
     sums: NormalEquations | None = None
 
     def _add(self, record: Record, where: str) -> None:
@@ -214,39 +210,48 @@ class SumsFit(LayerFit):
         """Replaces the sums by their totals over processes."""
         self.sums = total(self.sums)
 
-    def solve_one(self, index: int) -> tuple[Predictor, dict[str, Any]]:
-        """The predictor of layer ``index`` of the stack, and figures of its fit."""
+    def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
         fit, side = self.fit, self.spec.side_before_end(self.closures)
-        sums = [self.layer(self.sums, index)]
-        fitted = stages.solve(fit.regression, sums, fit.features, side, fit.padding)
-        return fitted.predictor, fitted.figures
+        sums = [self.layer(self.sums, index) for index in range(self.depth)]
+        fits = [stages.solve(fit.regression, [s], fit.features, side, fit.padding) for s in sums]
+        return [(fitted.predictor, fitted.figures) for fitted in fits]
 
 
-class RecordsFit(LayerFit):
-    """A fit that goes through a layer's records more than once, and therefore holds them."""
+class StoringFit(LayerFit):
+    """A fit that stores the layer's records, to read them more than once."""
 
-    def __init__(self, path: str, record: Record, *settings: Any):
-        super().__init__(path, record, *settings)
-        self.records: list[list[Record]] = []  # batch by batch, the layers of the stack
+    closures: int
+
+    def __init__(self, path: str, record: Record, fit: Fit, *settings: Any):
+        super().__init__(path, record, fit, *settings)
+        self.records: list[list[Record]] = []  # per batch, the record of each layer of the stack
 
     def _add(self, record: Record, where: str) -> None:
-        """Holds one batch, unless it has no active token."""
+        """Stores one batch, unless it has no active token."""
         mass = fidelity.layer_balance(record)
         check_finite(mass, record, self.path, where)
         if (np.asarray(mass) > 0).all():
             self.records.append(unstack(record))
 
-    def solve_one(self, index: int) -> tuple[Predictor, dict[str, Any]]:
-        """The predictor of layer ``index`` of the stack, and figures of its fit."""
-        return self.fit_one(self.fit, self.records, self.closures, index)
-
-    def fit_one(
-        self, candidate: Candidate, records: list[list[Record]], num_closures: int, index: int
-    ) -> tuple[Predictor, dict[str, Any]]:
-        """``candidate`` fitted to layer ``index`` on ``records``."""
+    def fit_stack(
+        self, candidate: Candidate, records: list[list[Record]], num_closures: int
+    ) -> list[tuple[Predictor, dict[str, Any]]]:
+        """Fits ``candidate`` to each layer of the stack on ``records``; see ``Candidate.fit``."""
         if not records:
             raise ValueError("no active token in the calibration batches")
         try:
-            return candidate.fit([r[index] for r in records], num_closures, seed=self.seed)
+            return [
+                candidate.fit([batch[i] for batch in records], num_closures, seed=self.seed)
+                for i in range(self.depth)
+            ]
         except ValueError as error:
             raise ValueError(f"candidate {candidate.name!r}: {error}") from error
+
+
+class RecordsFit(StoringFit):
+    """Fits a candidate of several stages."""
+
+    fit: Candidate
+
+    def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
+        return self.fit_stack(self.fit, self.records, self.closures)

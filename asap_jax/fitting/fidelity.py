@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks, metrics
 from asap_jax.attention import functions
+from asap_jax.attention.flax_call import AttentionFunction
 from asap_jax.fitting import targets
-from asap_jax.predictor import Predictor
 from asap_jax.predictor.starting_dual import predicted_dual
 from asap_jax.records import CompiledState, Record, call, over_stack, problem
 from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import Closures
-from asap_jax.spec import SinkhornSpec
 
 
 @jax.jit
 def layer_balance(record: Record) -> jax.Array:
-    """Total mass of the teacher's weights on one record: 0 without tokens, NaN with NaN in any."""
+    """Total mass of the teacher's weights on one record.
+
+    It is 0 if no token is active, and not finite if weights or output are not. A stacked record
+    gives an array over its layers.
+    """
 
     def mass(record):
         out, weights = call(record, functions.sinkhorn_attention, spec=record.spec)
@@ -34,14 +38,14 @@ def layer_balance(record: Record) -> jax.Array:
 def layer_fidelity(
     record: Record, state: CompiledState, *, budgets: tuple[int, ...]
 ) -> dict[str, dict[str, jax.Array]]:
-    """Fidelity of every operator to the teacher on one record (one *case*).
+    """Fidelity of every operator to the teacher on one record.
 
-    Operators: the compiled layer with its own closures, the paper's other operator when the
-    source dual was predicted, and Sinkhorn at each of ``budgets``.
+    The operators are those of ``operators``, Sinkhorn at each of ``budgets``, and the teacher.
 
-    Returns a dict from operator name to a dict of scalars: ``rel_l2``, ``output_rmse``,
-    ``row_error``, ``column_error``; ``"fit"`` holds ``r_squared`` of the predicted dual.
-    A stacked record gives arrays over its layers.
+    Returns:
+      Operator name to scalars ``rel_l2``, ``output_rmse``, ``row_error``, ``column_error``. Entry
+      ``"fit"`` holds ``r_squared`` of the predicted dual. A stacked record gives arrays over its
+      layers.
     """
 
     def fidelity(record, predictor):
@@ -51,8 +55,7 @@ def layer_fidelity(
         p = problem(record)
         target = jnp.exp(p.log_key_target(spec.key_mass))
 
-        def measure(operator):
-            out, weights = operator
+        def measure(out, weights):
             valid = p.validity or masks.Validity(None, None)
             tokens = None if valid.query is None else valid.query.any(-2)
             return dict(
@@ -64,13 +67,12 @@ def layer_fidelity(
 
         result = {}
         for name, closures in operators(state.closures).items():
-            result[name] = measure(
-                run(functions.asap_attention, spec=spec, closures=closures, predictor=predictor)
-            )
+            settings = dict(spec=spec, closures=closures, predictor=predictor)
+            result[name] = measure(*run(functions.asap_attention, **settings))
         for steps in budgets:
             small = dataclasses.replace(spec, num_steps=steps)
-            result[f"Sinkhorn S={steps}"] = measure(run(functions.sinkhorn_attention, spec=small))
-        result["teacher"] = measure(reference)
+            result[f"Sinkhorn S={steps}"] = measure(*run(functions.sinkhorn_attention, spec=small))
+        result["teacher"] = measure(*reference)
         result["fit"] = dict(r_squared=_r_squared(p, spec, state, predictor))
         return result
 
@@ -78,7 +80,10 @@ def layer_fidelity(
 
 
 def operators(closures: str | int) -> dict[str, str | int]:
-    """The compiled operators a fit gives, by their names in reports."""
+    """Name in reports to closures, for the operators that a fit to ``closures`` gives.
+
+    A fit of the source dual gives both operators of the paper.
+    """
     if closures == "none":
         return {"both duals predicted": "none"}
     if isinstance(closures, str):
@@ -86,24 +91,15 @@ def operators(closures: str | int) -> dict[str, str | int]:
     return {f"compiled, {closures} closure{'s' if closures > 1 else ''}": closures}
 
 
-@functools.partial(jax.jit, static_argnames="closures")
-def rel_l2(record: Record, predictor: Predictor, *, closures: int) -> jax.Array:
-    """Attention rel-l2 of a predictor on one record, not stacked."""
-    settings = dict(spec=record.spec, predictor=predictor, closures=closures)
-    _, weights = call(record, functions.asap_attention, **settings)
-    return metrics.attention_rel_l2(weights, _teacher_weights(record))
-
-
-@functools.partial(jax.jit, static_argnames="small")
-def sinkhorn_rel_l2(record: Record, *, small: SinkhornSpec) -> jax.Array:
-    """Attention rel-l2 of Sinkhorn attention under the spec ``small`` on one record."""
-    _, weights = call(record, functions.sinkhorn_attention, spec=small)
-    return metrics.attention_rel_l2(weights, _teacher_weights(record))
+@functools.partial(jax.jit, static_argnames=("function", "closures"))
+def rel_l2(record: Record, function: AttentionFunction, **settings: Any) -> jax.Array:
+    """Attention rel-l2 of ``function`` with its keywords ``settings`` on one unstacked record."""
+    return metrics.attention_rel_l2(call(record, function, **settings)[1], _teacher_weights(record))
 
 
 @functools.partial(jax.jit, static_argnames="closures")
 def zero_rel_l2(record: Record, *, closures: int) -> jax.Array:
-    """Attention rel-l2 of ``closures`` closures from the dual 0, ending as the teacher does."""
+    """Attention rel-l2 of ``closures`` closures from the dual 0 that end as the teacher does."""
     p, spec = problem(record), record.spec
     side, log_target = spec.side_before_end(closures), p.log_key_target(spec.key_mass)
     zero = jnp.zeros_like(p.tokens(side, spec.padding).own[..., 0])
@@ -116,7 +112,7 @@ def _teacher_weights(record):
 
 
 def _r_squared(p, spec, state, predictor):
-    """Of the predicted dual; of the query dual where both are predicted."""
+    """R^2 of the predicted dual; of the query dual if both are predicted."""
     target = state.closures if isinstance(state.closures, int) else "source"
     if state.closures == "none":
         target, predictor = "final_query", predictor.query

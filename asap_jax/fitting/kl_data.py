@@ -1,8 +1,7 @@
-"""What ASAP-KL keeps of its calibration data, and how the KL objective reads it."""
+"""The calibration data that ASAP-KL stores, and how the KL objective reads them."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import flax.struct
@@ -18,11 +17,12 @@ from asap_jax.spec import SinkhornSpec
 
 @flax.struct.dataclass
 class KLItem:
-    """What the KL objective keeps of one record: nothing of size N^2 but the layer's own bias.
+    """The part of one record that the KL objective needs; only bias and mask are of size N x M.
 
     Attributes:
       q ``(..., H, N, d)``, k ``(..., H, M, d)``; bias, mask: rank of the scores, or None.
       features ``(..., H, N, F)``, target ``(..., H, N)``: cost coordinates.
+      spec: the teacher's convention.
     """
 
     q: jax.Array
@@ -31,39 +31,37 @@ class KLItem:
     mask: jax.Array | None
     features: jax.Array
     target: jax.Array
+    spec: SinkhornSpec = flax.struct.field(pytree_node=False)
+
+    def block(self) -> kl_objective.Block:
+        """The arguments of the KL objective; the scores are computed again on every call."""
+        scale = self.spec.score_scale(self.q.shape[-1])
+        return kl_objective.make_block(
+            self.features,
+            self.target,
+            scores(self.q, self.k, scale=scale, bias=self.bias),
+            query_shift(self.q, scale=scale),
+            self.mask,
+            epsilon=self.spec.epsilon,
+            key_mass=self.spec.key_mass,
+        )
 
 
 @jax.jit
 def kl_item(record: Record, families: tuple) -> KLItem:
-    """The KL item of an unstacked record, for the closure-ready source dual."""
+    """The KL item of an unstacked record; its target is the source dual."""
     p = problem(record)
     y, _, tokens = targets.target_dual(p, record.spec, "source")
     x, _ = targets.design(families, tokens)
     if p.validity is not None:
         x = masks.zero_inactive(x, p.validity.query)
         y = jnp.where(p.validity.query, y, jnp.zeros_like(y))
-    return KLItem(p.q, p.k, p.bias, p.mask, x, y)
+    return KLItem(p.q, p.k, p.bias, p.mask, x, y, record.spec)
 
 
-@dataclasses.dataclass(frozen=True)
-class KLBlocks:
-    """From a KLItem to the Block of its microbatch; scores are formed anew each time."""
-
-    spec: SinkhornSpec
-
-    def __call__(self, item: KLItem) -> kl_objective.Block:
-        """The Block of ``item``."""
-        scale = self.spec.score_scale(item.q.shape[-1])
-        s = scores(item.q, item.k, scale=scale, bias=item.bias)
-        shift = query_shift(item.q, scale=scale)
-        arrays = item.features, item.target, s, shift, item.mask
-        settings = dict(epsilon=self.spec.epsilon, key_mass=self.spec.key_mass)
-        return kl_objective.make_block(*arrays, **settings)
-
-
-def groups(items: list[Any]) -> list[Any]:
-    """Items of equal shapes stacked along a new leading axis, one pytree a shape."""
-    by_shape: dict[Any, list] = {}
+def groups(items: list[KLItem]) -> list[KLItem]:
+    """Stacks items of equal shapes along a new leading axis: one KLItem per shape."""
+    by_shape: dict[Any, list[KLItem]] = {}
     for item in items:
         leaves, tree = jax.tree.flatten(item)
         by_shape.setdefault((tree, *((x.shape, x.dtype) for x in leaves)), []).append(item)

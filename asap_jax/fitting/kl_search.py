@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.struct
@@ -14,8 +14,7 @@ from jax.typing import ArrayLike
 
 from asap_jax import checks, masks
 from asap_jax.fitting import kl_objective, lbfgs
-from asap_jax.fitting.least_squares import NormalEquations
-from asap_jax.spec import KEY_MASSES
+from asap_jax.fitting.least_squares import NormalEquations, einsum
 
 MAX_STEPS = 100
 
@@ -26,14 +25,14 @@ class KLFit:
 
     Attributes:
       coefficients: omega ``(F,)``, or ``(H, F)`` when fitted per head.
-      converged: gradient norm <= 1e-4 (float32) or 1e-8 (float64) of that at omega = 0.
-      reason: why it stopped: ``"gradient"`` (at most 1e-6 / 1e-9 of the norm at 0 and 5e-6 of
-        that at the start),
+      converged: whether ``gradient_ratio`` is at most 1e-4 (float32) or 1e-8 (float64).
+      reason: why the search stopped: ``"gradient"`` (the gradient norm is at most 1e-6 in float32
+        or 1e-9 in float64 of the norm at omega = 0, and at most 5e-6 of the norm at the start),
         ``"no_progress"`` (no step improves: the rounding floor) or ``"cap"``.
       num_steps: accepted L-BFGS steps.
-      objective, objective_ls: J relative to the teacher's dual, at the result and at the start.
+      objective, objective_ls: ``kl_objective`` at the result and at the least-squares start.
       plan_kl: mean forward KL per problem of the key-closed plan at the result.
-      gradient_ratio: gradient norm over that at omega = 0.
+      gradient_ratio: gradient norm at the result, divided by the norm at omega = 0.
     """
 
     coefficients: jax.Array
@@ -59,24 +58,20 @@ def fit_kl(
 ) -> KLFit:
     """Minimises ``kl_objective`` over one coefficient vector, all leading axes pooled.
 
-    Started at the ridge least-squares solution, whitened by the Hessian there, directions of
-    ``optax.lbfgs``.
-
-    Args: as ``kl_objective``.
+    The search starts at the ridge least-squares solution, is whitened by the Hessian there, and
+    takes the directions of ``optax.lbfgs``. Arguments as ``kl_objective``.
 
     Returns:
       KLFit with ``.coefficients (F,)``; never worse than least squares.
 
     Raises:
-      ValueError: no problem, no active query, a value that is not finite, or shapes and settings
-        as in ``kl_objective``.
+      ValueError: no problem, no active query, a value that is not finite.
+      ValueError, TypeError: shapes, dtypes and settings as in ``kl_objective``.
     """
-    x, y, s, shift = kl_objective.arguments(features, targets, scores, shift)
-    epsilon = checks.positive_float("epsilon", epsilon)
-    checks.one_of("key_mass", key_mass, KEY_MASSES)
-    block = kl_objective.make_block(x, y, s, shift, mask, epsilon=epsilon, key_mass=key_mass)
+    x, y, s, rho = kl_objective.arguments(features, targets, scores, shift)
+    block = kl_objective.make_block(x, y, s, rho, mask, epsilon=epsilon, key_mass=key_mass)
     bool_mask = masks.as_mask(mask, s.shape)
-    costs = s - shift[..., :, None]
+    costs = s - rho[..., :, None]
     if bool_mask is not None:  # masked slots may hold anything
         costs = jnp.where(jnp.broadcast_to(bool_mask, s.shape), costs, jnp.zeros_like(costs))
     if not bool(jnp.all(jnp.isfinite(costs) | jnp.isneginf(s))):
@@ -85,7 +80,9 @@ def fit_kl(
     sums = NormalEquations.zero(x.shape[-1], dtype=x.dtype).add(x, y, valid)
     count = int(np.prod(s.shape[:-2]))
     stacked = jax.tree.map(lambda a: a[None], block)
-    return minimise(sums, [stacked], _identity, epsilon=epsilon, ridge=ridge, num_problems=count)
+    return minimise(
+        sums, [stacked], _identity, epsilon=block.epsilon, ridge=ridge, num_problems=count
+    )
 
 
 def _identity(block: kl_objective.Block) -> kl_objective.Block:
@@ -94,7 +91,7 @@ def _identity(block: kl_objective.Block) -> kl_objective.Block:
 
 def minimise(
     sums: NormalEquations,
-    items: Any,
+    items: Iterable[Any],
     block_of: Callable[[Any], kl_objective.Block],
     *,
     epsilon: float,
@@ -105,12 +102,12 @@ def minimise(
     """Minimises J over data in parts.
 
     Args:
-      sums: normal equations of the same rows: the start. With a head axis the
-        fit is per head.
-      items: a list of stacked pytrees with a leading axis of microbatches, held in memory (one
-        jitted loop); or any other re-iterable of items, gone through once an evaluation.
-      block_of: from an item to its Block; traced.
-      epsilon, ridge: of J.
+      sums: normal equations of the same rows; their solution is the start. With an axis of heads
+        the fit is per head.
+      items: a list of pytrees with a leading axis of microbatches: they are in memory, and the
+        search is one jitted loop. Or any other re-iterable of items, read once per evaluation.
+      block_of: traceable function from an item to its Block.
+      epsilon, ridge: of J; epsilon must be that of the Blocks.
       num_problems: problems in the data, for ``plan_kl``.
       max_steps: cap on accepted steps.
 
@@ -124,9 +121,9 @@ def minimise(
             "the KL fit needs at least one active query and finite features and targets"
         )
     drive = _in_memory if isinstance(items, list) else _streamed
-    settings = dict(block_of=block_of, epsilon=epsilon, ridge=ridge, max_steps=max_steps)
+    settings = dict(block_of=block_of, ridge=ridge, max_steps=max_steps)
     search, ls_value, at_zero, unwhiten = drive(items, start.coefficients, **settings)
-    norm = float(_norm(_to_omega_gradient(search.gradient, unwhiten)))
+    norm = float(jnp.linalg.norm(_to_omega_gradient(search.gradient, unwhiten)))
     ratio = norm / max(float(at_zero), float(jnp.finfo(search.value.dtype).tiny))
     coefficients = _from_whitened(search.point, unwhiten)
     penalty = 0.5 * ridge * float(jnp.sum(coefficients * coefficients))
@@ -134,7 +131,7 @@ def minimise(
         raise ValueError("the KL objective is not finite at the least-squares start")
     return KLFit(
         coefficients,
-        converged=ratio <= _tolerance(coefficients.dtype, 1e-4, 1e-8),
+        converged=ratio <= (1e-8 if coefficients.dtype == jnp.float64 else 1e-4),
         reason=lbfgs.REASONS[int(search.reason)],
         num_steps=int(search.num_steps),
         objective=float(search.value),
@@ -147,8 +144,8 @@ def minimise(
 def whitening(covariance: jax.Array, second: jax.Array, ridge: float) -> jax.Array:
     """``W (..., F, F)`` with omega = W z; ``covariance + ridge I`` is the identity in z.
 
-    ``second`` are the second moments that the covariance is the small remainder of: directions
-    below their rounding are left at that level, so that null directions stay finite.
+    The covariance is a small difference of the second moments ``second (..., F, F)``. Eigenvalues
+    below their rounding error are raised to it, so that null directions stay finite.
     """
     unit = jnp.broadcast_to(jnp.eye(second.shape[-1], dtype=second.dtype), second.shape)
     values, vectors = jnp.linalg.eigh(covariance + ridge * unit)
@@ -159,55 +156,38 @@ def whitening(covariance: jax.Array, second: jax.Array, ridge: float) -> jax.Arr
 
 
 def _from_whitened(z, unwhiten):
-    exact = jax.lax.Precision.HIGHEST
-    return jnp.einsum("...fe,...e->...f", unwhiten, z.reshape(unwhiten.shape[:-1]), precision=exact)
+    return einsum("...fe,...e->...f", unwhiten, z.reshape(unwhiten.shape[:-1]))
 
 
 def _to_whitened_gradient(gradient, unwhiten):
-    exact = jax.lax.Precision.HIGHEST
-    return jnp.einsum("...fe,...f->...e", unwhiten, gradient, precision=exact).reshape(-1)
+    return einsum("...fe,...f->...e", unwhiten, gradient).reshape(-1)
 
 
 def _to_omega_gradient(gradient, unwhiten):
-    """omega-space gradient from the whitened one (W is square and invertible)."""
-    g = gradient.reshape(unwhiten.shape[:-1])
+    """The gradient in omega from the gradient in z (W is square and invertible)."""
     inverse = jnp.swapaxes(jnp.linalg.inv(unwhiten), -1, -2)
-    return jnp.einsum("...fe,...e->...f", inverse, g, precision=jax.lax.Precision.HIGHEST)
+    return einsum("...fe,...e->...f", inverse, gradient.reshape(unwhiten.shape[:-1]))
 
 
-def _norm(x):
-    return jnp.sqrt(jnp.sum(x * x))
+def _search(total, start, ridge, max_steps, loop):
+    """The search itself.
 
-
-def _tolerance(dtype, single: float, double: float) -> float:
-    return double if dtype == jnp.float64 else single
-
-
-def _item_value_and_grad(w, item, block_of, epsilon):
-    return jax.value_and_grad(kl_objective.excess)(w, block_of(item), epsilon)
-
-
-def _item_hessian(w, item, block_of, epsilon):
-    return kl_objective.hessian(w, block_of(item), epsilon)
-
-
-def _search(evaluate, hessian, start, ridge, max_steps, loop):
-    """The search itself; ``evaluate(omega)`` sums value and gradient over the data.
-
-    ``hessian(omega)`` sums what ``whitening`` takes; by it the first step is Newton's.
+    ``total(function, omega)`` sums ``function(omega, block)`` over the data.
     ``loop(condition, body, search)`` runs the search, in Python or as ``lax.while_loop``.
     Returns ``(search, value at the start, gradient norm at omega = 0, whitening)``.
     """
-    unwhiten = whitening(*hessian(start), ridge)
+    # Whitened by the Hessian, so the first step is Newton's.
+    unwhiten = whitening(*total(kl_objective.hessian, start), ridge)
 
     def full(w):
-        value, gradient = evaluate(w)
+        value, gradient = total(_value_and_gradient, w)
         return value + 0.5 * ridge * jnp.sum(w * w), gradient + ridge * w
 
-    at_zero = _norm(full(jnp.zeros_like(start))[1])
+    at_zero = jnp.linalg.norm(full(jnp.zeros_like(start))[1])
     value, gradient = full(start)
-    small = jnp.minimum(_tolerance(start.dtype, 1e-6, 1e-9) * at_zero, 5e-6 * _norm(gradient))
-    # z = W^-1 omega; the start is solved for, so that the first point is least squares itself.
+    tolerance = 1e-9 if start.dtype == jnp.float64 else 1e-6
+    small = jnp.minimum(tolerance * at_zero, 5e-6 * jnp.linalg.norm(gradient))
+    # Solving for z = W^-1 omega makes the first point the least-squares solution itself.
     z = jnp.linalg.solve(unwhiten, start[..., None])[..., 0].reshape(-1)
     search = lbfgs.start(z, value, _to_whitened_gradient(gradient, unwhiten))
 
@@ -217,7 +197,7 @@ def _search(evaluate, hessian, start, ridge, max_steps, loop):
             search,
             value,
             _to_whitened_gradient(gradient, unwhiten),
-            small_gradient=_norm(gradient) <= small,
+            small_gradient=jnp.linalg.norm(gradient) <= small,
             max_steps=max_steps,
         )
 
@@ -225,56 +205,43 @@ def _search(evaluate, hessian, start, ridge, max_steps, loop):
     return search, value, at_zero, unwhiten
 
 
-@functools.partial(jax.jit, static_argnames=("block_of", "epsilon", "ridge", "max_steps"))
-def _in_memory(groups, start, *, block_of, epsilon, ridge, max_steps):
+@functools.partial(jax.jit, static_argnames=("block_of", "ridge", "max_steps"))
+def _in_memory(groups, start, *, block_of, ridge, max_steps):
     """One jitted while loop over scans of the microbatches of every group."""
 
-    def over_items(function):
-        def of(w):
-            add = lambda total, item: (
-                jax.tree.map(jnp.add, total, function(w, item, block_of, epsilon)),
-                None,
+    def total(function, w):
+        of = lambda item: function(w, block_of(item))
+        shapes = jax.eval_shape(of, jax.tree.map(lambda x: x[0], groups[0]))
+        result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        for group in groups:
+            result, _ = jax.lax.scan(lambda t, item: (_plus(t, of(item)), None), result, group)
+        return result
+
+    return _search(total, start, ridge, max_steps, jax.lax.while_loop)
+
+
+def _streamed(items, start, *, block_of, ridge, max_steps):
+    """The same search driven from Python, one pass over re-iterable ``items`` per evaluation."""
+    of = jax.jit(lambda function, w, item: function(w, block_of(item)), static_argnums=0)
+
+    def total(function, w):
+        parts = (of(function, w, item) for item in items)
+        first = next(parts, None)
+        if first is None:
+            raise ValueError(
+                "the KL fit got no data on a later pass: batches must be re-iterable, not a "
+                "generator"
             )
-            one = jax.tree.map(lambda x: x[0], groups[0])
-            shapes = jax.eval_shape(lambda w: function(w, one, block_of, epsilon), w)
-            total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            for group in groups:
-                total, _ = jax.lax.scan(add, total, group)
-            return total
-
-        return of
-
-    evaluate, hessian = over_items(_item_value_and_grad), over_items(_item_hessian)
-    return _search(evaluate, hessian, start, ridge, max_steps, jax.lax.while_loop)
-
-
-def _streamed(items, start, *, block_of, epsilon, ridge, max_steps):
-    """The same search driven from Python, one pass over re-iterable ``items`` an evaluation."""
-
-    def over_items(function):
-        one = jax.jit(lambda w, item: function(w, item, block_of, epsilon))
-
-        def of(w):
-            total = None
-            for item in items:
-                part = one(w, item)
-                total = part if total is None else jax.tree.map(jnp.add, total, part)
-            if total is None:
-                raise ValueError(
-                    "the KL fit got no data on a later pass: batches must be "
-                    "re-iterable, not a generator"
-                )
-            return total
-
-        return of
+        return functools.reduce(_plus, parts, first)
 
     def loop(condition, body, search):
         while bool(condition(search)):
             search = body(search)
         return search
 
-    evaluate, hessian = over_items(_item_value_and_grad), over_items(_item_hessian)
-    return _search(evaluate, hessian, start, ridge, max_steps, loop)
+    return _search(total, start, ridge, max_steps, loop)
 
 
+_value_and_gradient = jax.value_and_grad(kl_objective.excess)
+_plus = functools.partial(jax.tree.map, jnp.add)
 _tell = jax.jit(lbfgs.tell, static_argnames="max_steps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from asap_jax import checks
 
 RIDGE_SCALES = ("absolute", "trace", "diagonal")
 ROWS = ("active", "all")
-_EXACT = jax.lax.Precision.HIGHEST
+einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 @flax.struct.dataclass
@@ -24,8 +25,7 @@ class LeastSquaresFit:
     """Result of a ridge fit.
 
     Attributes:
-      coefficients: omega ``(F,)``, or ``(H, F)`` when fitted per head; always finite when the
-        data are.
+      coefficients: omega ``(F,)``, or ``(H, F)`` when fitted per head; finite for finite data.
       r_squared: share of the target's second moment that is explained, ``()`` or ``(H,)``.
       num_rows: regression rows used.
       ok: bool, False when the data were empty or not finite (the coefficients are then 0).
@@ -39,7 +39,7 @@ class LeastSquaresFit:
 
 @flax.struct.dataclass
 class NormalEquations:
-    """Running sums of one pooled regression: Gram ``X'X``, ``X'y``, ``y'y`` and row count.
+    """Running sums of one regression: Gram ``X'X``, ``X'y``, ``y'y`` and row count.
 
     Sums add, so partial results merge across batches, devices and hosts
     (``a + b``, or ``jax.lax.psum(equations, axis_name)``).
@@ -58,62 +58,22 @@ class NormalEquations:
         lead = () if num_heads is None else (checks.positive_int("num_heads", num_heads),)
         f = checks.positive_int("num_features", num_features)
         dtype = checks.float_dtype("dtype", dtype)
-        return cls(
-            jnp.zeros((*lead, f, f), dtype),
-            jnp.zeros((*lead, f), dtype),
-            jnp.zeros(lead, dtype),
-            jnp.zeros(lead, dtype),
-        )
+        shapes = (*lead, f, f), (*lead, f), lead, lead
+        return cls(*(jnp.zeros(shape, dtype) for shape in shapes))
 
     def add(
         self, features: ArrayLike, targets: ArrayLike, valid: ArrayLike | None = None
     ) -> NormalEquations:
-        """Adds rows ``features (..., N, F)``, ``targets (..., N)``.
+        """The sums with further rows: features ``(..., N, F)``, targets ``(..., N)``.
 
-        ``valid`` (bool, broadcasting to the targets) drops rows, whatever they hold. With a
-        leading head axis in the sums the rows' third axis from the end is the head.
+        Rows where ``valid`` (bool, broadcasting to the targets) is False may hold anything. If the
+        sums have an axis of heads, the heads of the features are on axis -3.
 
         Raises:
-          ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
+          ValueError: shapes that do not fit.
+          TypeError: dtypes that are not real floating.
         """
-        x, y = _rows(features, targets)
-        dtype = self.gram.dtype
-        x, y = x.astype(dtype), y.astype(dtype)
-        if x.shape[-1] != self.gram.shape[-1]:
-            raise ValueError(
-                f"features of shape {x.shape} do not fit normal equations of "
-                f"{self.gram.shape[-1]} features"
-            )
-        keep = checks.validity("valid", valid, y)
-        x = jnp.where(keep[..., None], x, jnp.zeros_like(x))
-        y = jnp.where(keep, y, jnp.zeros_like(y))
-        heads = self.gram.ndim == 3
-        if heads and (x.ndim < 3 or x.shape[-3] != self.gram.shape[0]):
-            raise ValueError(
-                f"features of shape {x.shape} must have {self.gram.shape[0]} heads on axis -3"
-            )
-        if heads:
-            by_head = lambda z, rest: jnp.moveaxis(z, -2 - rest, 0).reshape(
-                z.shape[-2 - rest], -1, *z.shape[z.ndim - rest :]
-            )
-            x, y, keep = by_head(x, 1), by_head(y, 0), by_head(keep, 0)
-        else:
-            x, y, keep = x.reshape(-1, x.shape[-1]), y.reshape(-1), keep.reshape(-1)
-        return NormalEquations(
-            self.gram + jnp.einsum("...rf,...rg->...fg", x, x, precision=_EXACT),
-            self.moment + jnp.einsum("...rf,...r->...f", x, y, precision=_EXACT),
-            self.target_square + jnp.sum(y * y, -1),
-            self.num_rows + jnp.sum(keep, -1, dtype=dtype),
-        )
-
-    def __add__(self, other: NormalEquations) -> NormalEquations:
-        if not isinstance(other, NormalEquations):
-            return NotImplemented
-        return jax.tree.map(jnp.add, self, other)
-
-    def pooled(self) -> NormalEquations:
-        """The sums over heads, for one coefficient vector a layer."""
-        return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
+        return self.add_weighted(features, targets, lambda z: z, valid)
 
     def add_weighted(
         self,
@@ -124,30 +84,50 @@ class NormalEquations:
     ) -> NormalEquations:
         """Adds ``X'HX``, ``X'Hy`` and ``y'Hy`` for a symmetric H >= 0 over the tokens.
 
-        Args:
-          features: ``(..., N, F)``; targets: ``(..., N)``; valid: as in ``add``.
-          weigh: linear map ``(..., N, F + 1) -> (..., N, F + 1)``, the product with H.
+        Arguments and errors as ``add``, and ``weigh``: the product with H, from ``(..., N, F + 1)``
+        to the same shape.
         """
         x, y = _rows(features, targets)
-        keep = checks.validity("valid", valid, y)
-        both = jnp.concatenate([x, y[..., None].astype(x.dtype)], -1)
-        both = jnp.where(keep[..., None], both, jnp.zeros_like(both)).astype(self.gram.dtype)
+        if x.shape[-1] != self.gram.shape[-1]:
+            raise ValueError(
+                f"features of shape {x.shape} do not fit normal equations of "
+                f"{self.gram.shape[-1]} features"
+            )
+        valid, dtype = checks.validity("valid", valid, y), self.gram.dtype
+        both = jnp.concatenate([x.astype(dtype), y[..., None].astype(dtype)], -1)
+        both = jnp.where(valid[..., None], both, jnp.zeros_like(both))
         weighed = weigh(both)
-        product = jnp.einsum("...nf,...ng->...fg", both, weighed, precision=_EXACT)
-        over = tuple(range(product.ndim - (2 if self.gram.ndim == 2 else 3)))
-        product = product.sum(over)
-        count = keep.sum(-1, dtype=self.gram.dtype).sum(over)
+        if self.gram.ndim == 2:
+            both, weighed = (z.reshape(-1, z.shape[-1]) for z in (both, weighed))
+            num_rows = jnp.sum(valid, dtype=dtype)
+        elif x.ndim < 3 or x.shape[-3] != self.gram.shape[0]:
+            raise ValueError(
+                f"features of shape {x.shape} must have {self.gram.shape[0]} heads on axis -3"
+            )
+        else:
+            both, weighed = rows_by_head(both, 1), rows_by_head(weighed, 1)
+            num_rows = jnp.sum(rows_by_head(valid, 0), -1, dtype=dtype)
+        product = einsum("...rf,...rg->...fg", both, weighed)
         return NormalEquations(
             self.gram + product[..., :-1, :-1],
             self.moment + product[..., :-1, -1],
             self.target_square + product[..., -1, -1],
-            self.num_rows + count,
+            self.num_rows + num_rows,
         )
 
-    def whitening(self, floor: float = 1e-6) -> jax.Array:
-        """``T (..., F, F)`` such that features times it have second moments I.
+    def __add__(self, other: NormalEquations) -> NormalEquations:
+        if not isinstance(other, NormalEquations):
+            return NotImplemented
+        return jax.tree.map(jnp.add, self, other)
 
-        Directions whose share is below ``floor``, at features of unit size, count as that large.
+    def pooled(self) -> NormalEquations:
+        """The sums over heads, for one coefficient vector per layer."""
+        return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
+
+    def whitening(self, floor: float = 1e-6) -> jax.Array:
+        """``T (..., F, F)`` such that the second moments of ``x @ T`` are the identity.
+
+        Eigenvalues below ``floor``, with every feature scaled to unit size, count as ``floor``.
         """
         count = jnp.maximum(self.num_rows, jnp.ones_like(self.num_rows))[..., None]
         size = jnp.sqrt(jnp.diagonal(self.gram, axis1=-2, axis2=-1) / count)
@@ -159,14 +139,14 @@ class NormalEquations:
     def solve(self, ridge: float = 1e-3, ridge_scale: str = "absolute") -> LeastSquaresFit:
         """The minimiser of ``|X w - y|^2 + ridge w'Dw`` (no intercept).
 
+        The system is solved by a symmetric eigendecomposition. Directions below the rounding floor
+        are dropped, so the result is never NaN; at ridge 0 it is the minimum-norm solution.
+
         Args:
           ridge: lambda >= 0.
           ridge_scale: ``"absolute"``: D = I, the paper's unnormalised ridge; ``"trace"``:
-            D = I tr(X'X) / F, a ridge that grows with the data; ``"diagonal"``: D = diag(X'X), one
-            that does not depend on the size of any feature either.
-
-        Solved by symmetric eigendecomposition; directions below the rounding floor are dropped,
-        so the answer is never NaN and a singular Gram gives the minimum-norm one at ridge 0.
+            D = I tr(X'X) / F, which grows with the data; ``"diagonal"``: D = diag(X'X), which also
+            adapts to the size of each feature.
 
         Raises:
           ValueError: ``ridge < 0`` or not finite, an unknown scale.
@@ -196,22 +176,26 @@ class NormalEquations:
         residual = (
             self.target_square
             - 2 * jnp.sum(w * moment, -1)
-            + jnp.einsum("...f,...fg,...g->...", w, gram, w, precision=_EXACT)
+            + einsum("...f,...fg,...g->...", w, gram, w)
         )
-        tiny = jnp.finfo(gram.dtype).tiny
-        r_squared = 1 - residual / jnp.maximum(self.target_square, tiny)
-        return LeastSquaresFit(
-            w, jnp.where(ok, r_squared, jnp.zeros_like(r_squared)), self.num_rows, ok
-        )
+        r_squared = 1 - residual / jnp.maximum(self.target_square, jnp.finfo(gram.dtype).tiny)
+        r_squared = jnp.where(ok, r_squared, jnp.zeros_like(r_squared))
+        return LeastSquaresFit(w, r_squared, self.num_rows, ok)
+
+
+def rows_by_head(x: jax.Array, trailing: int) -> jax.Array:
+    """``(..., H, N, *rest)`` to ``(H, rows, *rest)``, where rest has ``trailing`` axes."""
+    head = -2 - trailing
+    return jnp.moveaxis(x, head, 0).reshape(x.shape[head], -1, *x.shape[x.ndim - trailing :])
 
 
 @dataclasses.dataclass(frozen=True)
 class Regression:
-    """What all least-squares fits of one layer share: which rows, and how they are solved.
+    """Settings that all least-squares fits of one layer share.
 
     Attributes:
-      rows: ``"active"`` tokens, or ``"all"`` that take part in the closures.
-      per_head: one coefficient vector a head, or one for all heads.
+      rows: ``"active"`` tokens, or ``"all"`` tokens that take part in the closures.
+      per_head: one coefficient vector per head, or one for all heads.
       ridge, ridge_scale: see ``NormalEquations.solve``.
 
     Raises:
@@ -229,7 +213,7 @@ class Regression:
         checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
 
     def solve(self, sums: NormalEquations) -> tuple[NormalEquations, jax.Array, dict[str, float]]:
-        """The sums as they were solved, the coefficients, and figures of the fit.
+        """The sums that were solved (pooled or per head), the coefficients, and figures of the fit.
 
         Raises:
           ValueError: no active token, or values that are not finite.
@@ -245,8 +229,8 @@ class Regression:
         return sums, solution.coefficients, figures
 
 
-def _ridge_size(square, ridge_scale):
-    """The diagonal of D, from that of the Gram."""
+def _ridge_size(square: jax.Array, ridge_scale: str) -> jax.Array:
+    """The diagonal of D (see ``NormalEquations.solve``) from the diagonal of the Gram matrix."""
     if ridge_scale == "absolute":
         return jnp.ones_like(square)
     if ridge_scale == "trace":
@@ -254,16 +238,15 @@ def _ridge_size(square, ridge_scale):
     return square
 
 
-def _pseudo_solve(matrix, rhs):
+def _pseudo_solve(matrix: jax.Array, rhs: jax.Array) -> jax.Array:
     """Minimum-norm solution; eigenvalues below the rounding floor of the sums are dropped."""
     values, vectors = jnp.linalg.eigh(matrix)
     floor = jnp.finfo(matrix.dtype).eps * matrix.shape[-1] * jnp.abs(values).max(-1, keepdims=True)
-    keep = values > floor
-    inverse = jnp.where(
-        keep, 1 / jnp.where(keep, values, jnp.ones_like(values)), jnp.zeros_like(values)
-    )
-    rotated = inverse * jnp.einsum("...fe,...f->...e", vectors, rhs, precision=_EXACT)
-    return jnp.einsum("...fe,...e->...f", vectors, rotated, precision=_EXACT)
+    large = values > floor
+    inverse = 1 / jnp.where(large, values, jnp.ones_like(values))
+    inverse = jnp.where(large, inverse, jnp.zeros_like(values))
+    rotated = inverse * einsum("...fe,...f->...e", vectors, rhs)
+    return einsum("...fe,...e->...f", vectors, rotated)
 
 
 def fit_ls(
@@ -279,27 +262,28 @@ def fit_ls(
       features: ``(..., N, F)``; all leading axes, heads included, are pooled.
       targets: ``(..., N)`` centred duals, cost coordinates.
       ridge: unnormalised lambda >= 0 (``M N lambda_risk`` in the paper's risk units).
-      valid: bool, broadcasting to the targets: rows that count.
+      valid: bool, broadcasting to the targets: the rows to use.
 
     Returns:
       LeastSquaresFit with ``.coefficients (F,)``.
 
     Raises:
-      ValueError: shapes that do not fit, ``ridge < 0``, concrete data that are empty or not
-        finite in a valid row (under a trace ``.ok`` tells). TypeError: other dtypes.
+      ValueError: shapes that do not fit, ``ridge < 0``, data that are empty or not finite in a
+        valid row (under a trace ``.ok`` is False instead).
+      TypeError: dtypes that are not real floating.
     """
     x, y = _rows(features, targets)
     dtype = jnp.float64 if jnp.float64 in (x.dtype, y.dtype) else jnp.float32
     fit = NormalEquations.zero(x.shape[-1], dtype=dtype).add(x, y, valid).solve(ridge)
     if not isinstance(fit.ok, jax.core.Tracer) and not bool(np.asarray(fit.ok)):
         raise ValueError(
-            f"features of shape {x.shape} and targets of shape {y.shape} hold no "
-            f"valid row or a value that is not finite"
+            f"features of shape {x.shape} and targets of shape {y.shape} hold no valid row, or a "
+            f"value that is not finite"
         )
     return fit
 
 
-def _rows(features, targets):
+def _rows(features: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:
     x, y = checks.real_array("features", features), checks.real_array("targets", targets)
     if x.ndim < 2 or x.shape[:-1] != y.shape:
         raise ValueError(

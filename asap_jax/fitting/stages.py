@@ -1,11 +1,12 @@
-"""Fitting one way of predicting in stages, on the records of one layer.
+"""Fitting a predictor in stages, on the records of one layer.
 
-A stage is one least-squares fit whose features depend on the fits before it: the rounds of a
+A stage is one least-squares fit whose features depend on earlier fits: first the rounds of a
 codebook on alternating sides, then the corrections after the closures.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import masks
+from asap_jax import checks
 from asap_jax.features import Codebook, kmeans
 from asap_jax.fitting import targets
-from asap_jax.fitting.least_squares import NormalEquations, Regression
+from asap_jax.fitting.least_squares import NormalEquations, Regression, rows_by_head
 from asap_jax.predictor import Correction, LinearHead, Predictor, corrections
 from asap_jax.predictor.starting_dual import starting_scaling
 from asap_jax.records import Record, problem
@@ -26,11 +27,11 @@ from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import OTHER
 from asap_jax.spec import SinkhornSpec
 
-NUM_TOKENS = 8192  # tokens per head and side that a codebook is made from
+NUM_TOKENS = 8192  # most tokens per head and side from which a codebook is computed
 
 
 class Fitted(NamedTuple):
-    """A predictor, figures of the dual it predicts, and what whitens each head's features."""
+    """A predictor, figures of its fit, and a whitening of the features of each of its heads."""
 
     predictor: Predictor
     figures: dict[str, Any]
@@ -38,7 +39,7 @@ class Fitted(NamedTuple):
 
 
 def half_step(spec: SinkhornSpec, before_end: int) -> int:
-    """``before_end``, moved by whole iterations to a half-step that the teacher takes."""
+    """``before_end``, reduced by whole iterations until the teacher has that half-step."""
     while before_end > spec.num_steps - 1:
         before_end -= 2
     return before_end
@@ -66,7 +67,7 @@ def fit_rounds(
       padding: which tokens carry features, see ``Predictor``.
       rounds: rounds after the first one; each adds a codebook that uses the round before.
       num_centres: R of a codebook.
-      damping: None, or the last round is weighted by the curvature of its KL objective.
+      damping: None, or the damping of ``targets.gauss_newton`` for the rows of the last round.
       seed: of the codebooks.
 
     Raises:
@@ -74,19 +75,23 @@ def fit_rounds(
     """
     spec = records[0].spec
     centres = _centres(records, num_centres, seed) if rounds else {}
-    fitted = None
-    for left in range(rounds, -1, -1):
-        before_end = half_step(spec, num_closures + left)
+
+    def fit(later_rounds: int) -> Fitted:
+        before_end = half_step(spec, num_closures + later_rounds)
         side, families = spec.side_before_end(before_end), features
-        if fitted is not None:
-            ours, others = centres[side], centres[OTHER[side]]
-            book = Codebook(ours, others, fitted.predictor, epsilon=spec.epsilon)
+        if later_rounds < rounds:
+            previous = fit(later_rounds + 1).predictor
+            book = Codebook(centres[side], centres[OTHER[side]], previous, epsilon=spec.epsilon)
             families = (*features, book)
-        target = before_end or ("final_query" if side == "query" else "final_key")
-        settings = dict(target=target, rows=regression.rows, damping=None if left else damping)
+        settings = dict(
+            target=before_end or f"final_{side}",
+            rows=regression.rows,
+            damping=None if later_rounds else damping,
+        )
         sums = [targets.layer_sums(record, families, **settings) for record in records]
-        fitted = solve(regression, sums, families, side, padding)
-    return fitted
+        return solve(regression, sums, families, side, padding)
+
+    return fit(0)
 
 
 def solve(
@@ -97,9 +102,9 @@ def solve(
     padding: str | None,
 ) -> Fitted:
     """The predictor of one stage, from the normal equations of its batches."""
-    sums, coefficients, figures = regression.solve(functools.reduce(operator.add, sums))
+    total, coefficients, figures = regression.solve(functools.reduce(operator.add, sums))
     predictor = Predictor(families, LinearHead(coefficients), side=side, padding=padding)
-    return Fitted(predictor, figures, (sums.whitening(regression.ridge),))
+    return Fitted(predictor, figures, (total.whitening(regression.ridge),))
 
 
 def add_corrections(
@@ -109,14 +114,15 @@ def add_corrections(
     num_closures: int,
     regression: Regression,
 ) -> Fitted:
-    """``fitted`` with a correction of the dual after every closure but the last."""
+    """``fitted`` with a correction of the dual after every closure except the last."""
     predictor, whitenings = fitted.predictor, fitted.whitenings
-    for taken in range(1, num_closures):
-        settings = dict(before_end=num_closures - taken, rows=regression.rows)
+    for closure in range(1, num_closures):
+        settings = dict(before_end=num_closures - closure, rows=regression.rows)
         sums = [correction_sums(record, predictor, features, **settings) for record in records]
         total, coefficients, _ = regression.solve(functools.reduce(operator.add, sums))
         correction = Correction(features, LinearHead(coefficients))
-        predictor = predictor.replace(corrections=(*predictor.corrections, correction))
+        chain = (*predictor.corrections, correction)
+        predictor = dataclasses.replace(predictor, corrections=chain)
         whitenings = (*whitenings, total.whitening(regression.ridge))
     return Fitted(predictor, fitted.figures, whitenings)
 
@@ -127,9 +133,9 @@ def correction_sums(
 ) -> NormalEquations:
     """Normal equations of the next correction of a chain, per head.
 
-    The closure after those that ``predictor`` corrects is taken; the correction, on the features
-    of ``families``, is to bring its dual to the teacher's own, ``before_end`` half-steps before
-    the end.
+    The predictor's corrected closures are run, and then one more. The correction is regressed on
+    the dual after that closure and the features ``families``; its target is the teacher's dual
+    ``before_end`` half-steps before the end, minus the dual after that closure.
     """
     p, spec = problem(record), record.spec
     scaling, side = starting_scaling(predictor, p, spec)
@@ -142,30 +148,23 @@ def correction_sums(
 
 
 def _centres(records: Sequence[Record], num_centres: int, seed: int) -> dict[str, jax.Array]:
-    """Centres ``(H, R, d)`` of either side, from up to ``NUM_TOKENS`` tokens a head."""
-    gathered = [tokens(record) for record in records]
+    """Centres ``(H, R, d)`` of each side, from up to ``NUM_TOKENS`` tokens per head."""
     centres = {}
     for i, side in enumerate(("query", "key")):
-        x, valid = (np.concatenate([np.asarray(g[side][j]) for g in gathered], 1) for j in (0, 1))
+        parts = [_feature_tokens(record, side=side) for record in records]
+        tokens, valid = (np.concatenate(arrays, 1) for arrays in zip(*parts, strict=True))
         places = np.flatnonzero(valid.any(0))
         if len(places) > NUM_TOKENS:
             places = np.random.default_rng(seed).choice(places, NUM_TOKENS, replace=False)
         rng = jax.random.fold_in(jax.random.key(seed), i)
-        x, valid = jnp.asarray(x[:, places]), jnp.asarray(valid[:, places])
-        centres[side] = kmeans.kmeans(rng, x, valid, num_centres=num_centres)
+        x, x_valid = jnp.asarray(tokens[:, places]), jnp.asarray(valid[:, places])
+        centres[side] = kmeans.kmeans(rng, x, x_valid, num_centres=num_centres)
     return centres
 
 
-@jax.jit
-def tokens(record: Record) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Per side, the tokens ``(H, T, d)`` of a record and which of them carry features."""
-    p = problem(record)
-    validity = masks.feature_validity(p.validity, record.spec.padding)
-    heads = lambda x, rest: jnp.moveaxis(x, -1 - rest, 0).reshape(
-        x.shape[-1 - rest], -1, *x.shape[x.ndim - rest + 1 :]
-    )
-    result = {}
-    for side, x in (("query", p.q), ("key", p.k)):
-        valid = jnp.ones(x.shape[:-1], bool) if validity is None else getattr(validity, side)
-        result[side] = heads(x, 2), heads(valid, 1)
-    return result
+@functools.partial(jax.jit, static_argnames="side")
+def _feature_tokens(record: Record, *, side: str) -> tuple[jax.Array, jax.Array]:
+    """The tokens ``(H, T, d)`` of one side of a record, and which of them carry features."""
+    tokens = problem(record).tokens(side, record.spec.padding)
+    valid = checks.validity("valid", tokens.own_valid, tokens.own[..., 0])
+    return rows_by_head(tokens.own, 1), rows_by_head(valid, 0)

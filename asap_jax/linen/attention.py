@@ -7,27 +7,27 @@ import flax.linen as nn
 from asap_jax import records
 from asap_jax.attention import functions
 from asap_jax.attention.flax_call import Call, Result, attention_method
-from asap_jax.records import Record
+from asap_jax.records import CompiledState, Record
 from asap_jax.spec import SinkhornSpec
 
 STATE = "asap"
 CAPTURE = "asap_capture"
 SCAN_HINT = (
     f"inside nn.scan / nn.vmap add the two collections, for instance "
-    f"nn.scan(..., variable_axes={{'params': 0, '{STATE}': 0, '{CAPTURE}': 0}}); inside "
-    f"another lifted transform let it pass them too"
+    f"nn.scan(..., variable_axes={{'params': 0, '{STATE}': 0, '{CAPTURE}': 0}}); another lifted "
+    f"transform must pass them too"
 )
 
 
 class SinkhornAttention(nn.Module):
     """Sinkhorn attention as ``attention_fn`` of stock linen attention.
 
-    ``nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=SinkhornAttention(spec))``: one
-    instance per layer; it has no parameters, so the parameter tree is that of stock attention.
+    Use ``nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=SinkhornAttention(spec))``, with
+    one instance per layer. It has no parameters, so the parameter tree is that of stock attention.
 
-    It runs the teacher, ``sinkhorn_attention``. When the collection ``"asap"`` holds its state
-    it runs ``asap_attention`` instead. When the collection ``"asap_capture"`` is mutable it
-    records its inputs there, with dropout off where that collection was asked for by name.
+    It runs the teacher, ``sinkhorn_attention``, or ``asap_attention`` when the collection
+    ``"asap"`` has its state. When the collection ``"asap_capture"`` is mutable, it records its
+    inputs there; dropout is then off, except under ``mutable=True``.
 
     Attributes:
       spec: the teacher's finite-budget convention.
@@ -44,8 +44,8 @@ class SinkhornAttention(nn.Module):
         path = "/".join(self.path)
         if getattr(self.parent, "decode", False):
             raise ValueError(
-                f"decode=True is refused at {path!r}: a column-ending layer over one query is "
-                f"uniform, and column sums need all queries at once"
+                f"decode=True is not supported at {path!r}: column sums need all queries at once; "
+                f"over a single query a column-ending layer is uniform"
             )
         if not self.is_initializing():
             recording = self.is_mutable_collection(CAPTURE)
@@ -54,15 +54,16 @@ class SinkhornAttention(nn.Module):
                     raise ValueError(
                         records.SHARED_INSTANCE.format(path=path, old=f"collection {CAPTURE!r}")
                     )
-                self.put_variable(CAPTURE, "record", Record.of(*call.arrays, self.spec))
-                # Under mutable=True nobody asked to record: a training step keeps its dropout.
-                off = call.deterministic or self.scope.mutable is not True
+                arrays = call.query, call.key, call.value, call.bias, call.mask
+                self.put_variable(CAPTURE, "record", Record.of(*arrays, self.spec))
+                # mutable=True may be a training step, which needs its dropout.
+                off = call.deterministic or getattr(self.scope, "mutable", None) is not True
                 call = call.replace(deterministic=off)
             records.note("recorded" if recording else "unrecorded", path)
         options = dict(spec=self.spec, implementation=self.implementation)
         if not self.has_variable(STATE, "state"):
             return functions.sinkhorn_attention.core(call, **options)
-        state = self.get_variable(STATE, "state")
+        state: CompiledState = self.get_variable(STATE, "state")
         state.check(self.spec, path, SCAN_HINT)
         records.note("compiled", path)
         return functions.asap_attention.core(

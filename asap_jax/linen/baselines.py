@@ -16,13 +16,13 @@ from asap_jax.baselines.esp import esp_attention
 class DiffAttention(nn.Module):
     """Differential attention as ``attention_fn`` of stock linen attention.
 
-    ``nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=DiffAttention(depth=2))``: one
-    instance per layer. It adds to the parameters of stock attention, which are unchanged, the
-    vectors ``lambda_q1``, ``lambda_k1``, ``lambda_q2``, ``lambda_k2`` ``(head_dim,)``, normal
-    with deviation 0.1, and the norm's ``scale`` ``(2 value_dim,)``, ones.
+    Use ``nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=DiffAttention(depth=2))``, with
+    one instance per layer. It adds parameters to those of stock attention: ``lambda_q1``,
+    ``lambda_k1``, ``lambda_q2``, ``lambda_k2`` ``(head_dim,)``, initially normal with deviation
+    0.1, and the norm's ``scale`` ``(2 value_dim,)``, initially ones.
 
     Attributes:
-      depth: index of the layer from 0, static; sets lambda_init.
+      depth: static index of the layer from 0; sets lambda_init.
       norm_epsilon: added to the mean square in the norm.
       param_dtype: dtype of the parameters.
       implementation: see ``diff_attention``.
@@ -39,15 +39,14 @@ class DiffAttention(nn.Module):
         """Arguments and result as ``diff_attention``."""
         param_dtype = checks.float_dtype("param_dtype", self.param_dtype)
         normal, ones = nn.initializers.normal(0.1), nn.initializers.ones_init()
-        query = checks.real_array("query", call.query)
-        value = checks.real_array("value", call.value)
-        width = query.shape[-1:]
+        width = checks.real_array("query", call.query).shape[-1:]
+        value_dim = checks.real_array("value", call.value).shape[-1]
         vectors = {name: self.param(name, normal, width, param_dtype) for name in VECTORS}
         return diff_attention.core(
             call,
             **vectors,
             depth=self.depth,
-            norm_scale=self.param("scale", ones, (2 * value.shape[-1],), param_dtype),
+            norm_scale=self.param("scale", ones, (2 * value_dim,), param_dtype),
             norm_epsilon=self.norm_epsilon,
             implementation=self.implementation,
         )
@@ -56,7 +55,7 @@ class DiffAttention(nn.Module):
 class EspAttention(nn.Module):
     """ESP attention as ``attention_fn`` of stock linen attention; it has no parameters.
 
-    To anneal, build the model inside the jitted step, where ``temperature`` may be traced::
+    To anneal, build the model inside the jitted step; ``temperature`` may be traced there::
 
       def loss(params, x, step):
           attention = EspAttention(temperature=schedule(step))
@@ -82,16 +81,13 @@ class EspAttention(nn.Module):
         self, call: Call, *, temperature: Any = None, inverse_temperature: Any = None
     ) -> Result:
         """Arguments and result as ``esp_attention``; temperatures override the attributes."""
-        if temperature is None:
-            temperature = self.temperature
-        if inverse_temperature is None:
-            inverse_temperature = self.inverse_temperature
+        or_else = lambda value, default: default if value is None else value
         return esp_attention.core(
             call,
             directions=self.directions,
             mode=self.mode,
-            temperature=temperature,
-            inverse_temperature=inverse_temperature,
+            temperature=or_else(temperature, self.temperature),
+            inverse_temperature=or_else(inverse_temperature, self.inverse_temperature),
             scale=self.scale,
             padding=self.padding,
             implementation=self.implementation,

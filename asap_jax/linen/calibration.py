@@ -15,7 +15,7 @@ from flax.linen.module import TestScope
 from asap_jax import checks, records
 from asap_jax.compiler import calibration as compiling
 from asap_jax.compiler.fit import Fit
-from asap_jax.compiler.options import Options, explain_moved_settings
+from asap_jax.compiler.options import Options, explain_fit_settings
 from asap_jax.linen.attention import CAPTURE, SCAN_HINT, STATE
 from asap_jax.records import CompiledState, Record
 
@@ -23,10 +23,11 @@ from asap_jax.records import CompiledState, Record
 class Calibration(compiling.Calibration):
     """Calibration of a linen model, also while it still trains.
 
-    ``add(variables, batch)`` as often as needed, then ``finish(variables, report_batches)``;
-    ``compile`` does both. Layers accumulated while the teacher trains are fitted to the sequence
-    of its states.
+    Call ``add(variables, batch)`` for each batch, then ``finish(variables, report_batches)``.
+    ``compile`` does both with frozen variables.
     """
+
+    hint = SCAN_HINT
 
     def __init__(
         self,
@@ -56,34 +57,23 @@ class Calibration(compiling.Calibration):
                 ) from error
         if observer.unrecorded:
             raise ValueError(
-                f"layers {list(observer.unrecorded)} ran but could not record: a "
-                f"transform around them drops the collection {CAPTURE!r}. " + SCAN_HINT
+                f"layers {list(observer.unrecorded)} ran but could not record: a transform around "
+                f"them drops the collection {CAPTURE!r}. {SCAN_HINT}"
             )
         return recorded
 
-    def attach(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> dict:
-        """``variables`` with the ``"asap"`` collection; fails if any layer did not switch."""
-        probe = records.fresh_probe()
-        probed = {path: state.replace(probe=probe) for path, state in states.items()}
-        ran = self.records(teacher, batch)
-        with records.observe() as observer, _axis_errors(STATE):
-            jax.eval_shape(
-                lambda v, b: _quiet(self._run, v, b),
-                {**_plain(teacher), STATE: state_tree(probed)},
-                batch,
-            )
-        missing = [path for path in states if path in ran and path not in observer.compiled]
-        if missing:
-            raise ValueError(
-                f"layers {missing} did not switch to the compiled operator: a transform "
-                f"around them drops the collection {STATE!r}. " + SCAN_HINT
-            )
+    def _trace(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> None:
+        variables = self._compiled(teacher, states)["variables"]
+        with _axis_errors(STATE):
+            jax.eval_shape(lambda v, b: _quiet(self._run, v, b), variables, batch)
+
+    def _compiled(self, teacher: Mapping, states: Mapping[str, CompiledState]) -> dict[str, Any]:
         return {"variables": {**_plain(teacher), STATE: state_tree(states)}}
 
 
 @contextlib.contextmanager
 def _axis_errors(collection: str):
-    """Raises JAX's error that a 0-d mark has no other axis again, with a hint."""
+    """Adds a hint to the error of JAX or Flax when a scan's axis for a 0-d mark is not 0."""
     try:
         yield
     except (AssertionError, IndexError, ValueError) as error:  # Flax asserts, JAX raises
@@ -91,12 +81,12 @@ def _axis_errors(collection: str):
         if ours or not (isinstance(error, AssertionError) or "axis" in str(error)):
             raise
         raise ValueError(
-            f"the collection {collection!r} could not be scanned: it must go along axis 0 "
-            f"({error}). {SCAN_HINT}"
+            f"the collection {collection!r} could not be scanned: its axis must be 0 ({error}). "
+            f"{SCAN_HINT}"
         ) from error
 
 
-@explain_moved_settings
+@explain_fit_settings
 def compile(
     model: nn.Module,
     variables: Mapping[str, Any],
@@ -115,22 +105,21 @@ def compile(
     Args:
       model: any linen module that uses ``SinkhornAttention`` as ``attention_fn``.
       variables: its trained variables; left unchanged.
-      batches: an iterable of unlabeled calibration batches, read once. An array is passed as it
-        is, a tuple as ``*batch``, a dict as ``**batch``.
+      batches: an iterable of unlabeled calibration batches. An array is passed as one argument, a
+        tuple as ``*batch``, a dict as ``**batch``.
       fit, closures, layers, holdout, seed: see ``asap_jax.Options``.
       apply_kwargs: further keywords of ``model.apply``, such as ``{"train": False}``. Dropout is
-        always off while calibrating.
-      forward: ``forward(variables, batch)`` instead, any function that calls ``model.apply``
-        once; jitted inside it, it must itself pass ``mutable=["asap_capture"]`` and return
-        ``(output, state)``.
+        always off during calibration.
+      forward: ``forward(variables, batch)``, called instead of ``model.apply``; it must call
+        ``model.apply`` exactly once. If it does so under ``jax.jit``, it must pass
+        ``mutable=["asap_capture"]`` and return ``(output, state)``.
 
     Returns:
-      CompileResult with ``.variables`` (the compiled model's) and ``.report``.
+      CompileResult with ``.variables`` (of the compiled model) and ``.report``.
 
     Raises:
-      ValueError, TypeError: with the reason: no such layer, num_steps = 1, no data, data that
-        are not finite, a layer inside a transform that drops the collections, settings out of
-        range.
+      ValueError, TypeError: no such layer, num_steps = 1, no data, data that are not finite, a
+        transform that drops the collections, settings out of range; the message has the reason.
     """
     options = Options(fit, closures, layers, holdout, seed)
     calibration = Calibration(model, options, apply_kwargs=apply_kwargs, forward=forward)
@@ -143,8 +132,8 @@ def _plain(variables: Mapping) -> dict:
     return {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
 
 
-def _apply(model, apply_kwargs):
-    """The default forward: ``model.apply`` on a batch, recording, with an rng for dropout."""
+def _apply(model: nn.Module, apply_kwargs: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    """The default forward: ``model.apply`` on a batch, with the capture collection mutable."""
     rngs = {"dropout": jax.random.key(0), **(apply_kwargs.pop("rngs", None) or {})}
     mutable = union_filters(apply_kwargs.pop("mutable", False), CAPTURE)
 
@@ -162,31 +151,30 @@ def _record(run, variables, batch) -> dict[str, Record]:
     with nn.intercept_methods(_capture_into(passes)):
         result = _quiet(run, variables, batch)
     collections = [collection for _, collection in passes.values()]
-    # If forward is jitted inside, only what it returns itself may be used here.
+    # If forward is jitted, the intercepted records are leaked tracers: use its own result.
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         collections = [result[1][CAPTURE]] if CAPTURE in result[1] else collections
     if len(collections) != 1:
         raise ValueError(
-            f"forward must call model.apply exactly once, it did {len(collections)} times; a "
-            f"forward that is jitted inside must pass mutable=[{CAPTURE!r}] and return "
-            f"(output, state)"
+            f"forward must call model.apply exactly once, it did {len(collections)} times; under "
+            f"jax.jit it must pass mutable=[{CAPTURE!r}] and return (output, state)"
         )
     return records.group_by_path(collections[0], Record)
 
 
 def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:
-    """An interceptor that makes the layers of this thread's forward passes record.
+    """An interceptor that makes the layers record in the forward passes of this thread.
 
-    The collection is mutable while an outermost method runs (``setup``, then ``__call__``, or
-    several under ``method=``). Flax gives each ``apply`` variables of its own, by whose identity
-    the outermost methods of one pass are put together; they are held so that no id is used twice.
+    It makes the collection mutable while an outermost method runs: ``setup``, then ``__call__``, or
+    several under ``method=``. Each ``apply`` has its own variables, so their id tells which
+    outermost methods belong to one pass. ``passes`` holds the variables, so no id is used twice.
     """
     running = False
 
     def capture(next_function, args, kwargs, context):
         nonlocal running
         scope = context.module.scope
-        if running or scope is None or isinstance(scope.root, TestScope):  # Flax tries setup there
+        if running or scope is None or isinstance(scope.root, TestScope):  # Flax's trial of setup
             return next_function(*args, **kwargs)
         scopes = [scope]
         while scopes[-1].parent is not None:
@@ -208,7 +196,7 @@ def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:
 
 
 def _quiet(run, variables, batch):
-    """``run`` with every ``nn.Dropout`` switched off."""
+    """``run`` with every ``nn.Dropout`` off."""
 
     def no_dropout(next_function, args, kwargs, context):
         if isinstance(context.module, nn.Dropout) and context.method_name == "__call__":

@@ -21,24 +21,26 @@ class AsapState(nnx.Variable):
 
 
 class AsapCapture(nnx.Variable):
-    """Holds the Record of one layer while calibrating, see ``nnx.capture``."""
+    """Holds the Record of one layer during calibration, see ``nnx.capture``."""
 
 
 class SinkhornAttention(nnx.Module):
     """Sinkhorn attention as ``attention_fn`` of stock nnx attention.
 
-    ``nnx.MultiHeadAttention(..., attention_fn=SinkhornAttention(spec))``: one instance per layer;
-    it has no ``nnx.Param``, so the parameters are those of stock attention.
+    Use ``nnx.MultiHeadAttention(..., attention_fn=SinkhornAttention(spec))``, with one instance per
+    layer. It has no ``nnx.Param``, so the parameters are those of stock attention.
 
-    It runs the teacher, ``sinkhorn_attention``; once its ``asap`` slot holds an ``AsapState`` it
-    runs ``asap_attention``. Under ``nnx.capture(..., AsapCapture)`` it records its inputs, with
-    dropout off, for calibration.
+    It runs the teacher, ``sinkhorn_attention``, or ``asap_attention`` when its ``asap`` attribute
+    is an ``AsapState``. Under ``nnx.capture(..., AsapCapture)`` it records its inputs for
+    calibration, with dropout off.
 
     Attributes:
       spec: the teacher's finite-budget convention.
       implementation: see ``sinkhorn_attention``; not part of any saved state.
-      asap: None, or the AsapState that compiles the layer.
+      asap: None, or the AsapState of the compiled layer.
     """
+
+    __captures__: tuple[AsapCapture, ...]  # set by nnx.capture
 
     def __init__(self, spec: SinkhornSpec, *, implementation: str = "auto"):
         checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
@@ -51,7 +53,8 @@ class SinkhornAttention(nnx.Module):
         """Arguments and result as ``sinkhorn_attention``."""
         for slot in getattr(self, "__captures__", ()):
             if type(slot) is AsapCapture:
-                self._record(slot, Record.of(*call.arrays, self.spec))
+                arrays = call.query, call.key, call.value, call.bias, call.mask
+                self._record(slot, Record.of(*arrays, self.spec))
                 call = call.replace(deterministic=True)
         options = dict(spec=self.spec, implementation=self.implementation)
         if self.asap is None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from asap_jax import checks
 from asap_jax.attention.flax_call import Call, Result, attention_method
@@ -14,14 +17,14 @@ from asap_jax.baselines.esp import esp_attention, scalar
 class DiffAttention(nnx.Module):
     """Differential attention as ``attention_fn`` of stock nnx attention.
 
-    ``nnx.MultiHeadAttention(8, 128, attention_fn=DiffAttention(16, depth=2, rngs=rngs), ...)``:
-    one instance per layer.
+    Use ``nnx.MultiHeadAttention(8, 128, attention_fn=DiffAttention(16, depth=2, rngs=rngs), ...)``,
+    with one instance per layer.
 
     Attributes:
-      depth: index of the layer from 0, static; sets lambda_init.
-      lambda_q1, lambda_k1, lambda_q2, lambda_k2: ``nnx.Param`` ``(head_dim,)``, normal with
-        deviation 0.1.
-      scale: ``nnx.Param`` ``(2 value_dim,)``, ones, of the norm.
+      depth: static index of the layer from 0; sets lambda_init.
+      lambda_q1, lambda_k1, lambda_q2, lambda_k2: ``nnx.Param`` ``(head_dim,)``, initially normal
+        with deviation 0.1.
+      scale: ``nnx.Param`` ``(2 value_dim,)`` of the norm, initially ones.
       norm_epsilon, implementation: see ``diff_attention``.
     """
 
@@ -33,7 +36,7 @@ class DiffAttention(nnx.Module):
         depth: int,
         rngs: nnx.Rngs,
         norm_epsilon: float = 1e-5,
-        param_dtype=jnp.float32,
+        param_dtype: Any = jnp.float32,
         implementation: str = "auto",
     ):
         checks.instance("rngs", rngs, nnx.Rngs, "an nnx.Rngs")
@@ -62,15 +65,15 @@ class DiffAttention(nnx.Module):
 
 
 class EspSetting(nnx.Variable):
-    """A temperature of ``EspAttention``: state that an ``nnx.Param`` filter leaves out."""
+    """State of ``EspAttention`` that is not an ``nnx.Param``."""
 
 
 class EspAttention(nnx.Module):
     """ESP attention as ``attention_fn`` of stock nnx attention; it has no ``nnx.Param``.
 
-    The two temperatures are variables, so an annealing step, also inside ``nnx.jit``, is
-    ``layer.temperature.set_value(schedule(step))`` and compiles nothing anew;
-    ``set_esp_temperature`` does it for all layers of a model.
+    The two temperatures are variables: to anneal, also inside ``nnx.jit`` and without compiling
+    again, use ``layer.temperature.set_value(schedule(step))``, or ``set_esp_temperature`` for all
+    layers of a model.
 
     Attributes:
       temperature, inverse_temperature: ``EspSetting`` scalars, float32.
@@ -82,9 +85,9 @@ class EspAttention(nnx.Module):
         self,
         *,
         mode: str = "soft",
-        directions=None,
-        temperature=1e-3,
-        inverse_temperature=0.1,
+        directions: ArrayLike | None = None,
+        temperature: float = 1e-3,
+        inverse_temperature: float = 0.1,
         scale: float | None = None,
         padding: str = "self",
         implementation: str = "auto",
@@ -93,11 +96,8 @@ class EspAttention(nnx.Module):
         inverse_temperature = checks.non_negative_float("inverse_temperature", inverse_temperature)
         self.temperature = EspSetting(jnp.asarray(temperature, jnp.float32))
         self.inverse_temperature = EspSetting(jnp.asarray(inverse_temperature, jnp.float32))
-        self.directions = (
-            None
-            if directions is None
-            else (EspSetting(checks.real_array("directions", directions)))
-        )
+        setting = lambda x: None if x is None else EspSetting(checks.real_array("directions", x))
+        self.directions: EspSetting | None = setting(directions)
         self.mode = mode
         self.scale = scale
         self.padding = padding
@@ -118,13 +118,13 @@ class EspAttention(nnx.Module):
         )
 
 
-def set_esp_temperature(model: nnx.Module, temperature) -> None:
+def set_esp_temperature(model: nnx.Module, temperature: ArrayLike) -> None:
     """Sets SoftSort's temperature in every ``EspAttention`` of ``model``, in place.
 
-    ``temperature`` is a number or a scalar array, traced or not.
+    ``temperature`` is a number or a scalar array, and may be traced.
 
     Raises:
-      TypeError, ValueError: not an nnx.Module; a temperature that is not > 0.
+      TypeError, ValueError: not an nnx.Module; a temperature that is not a number > 0.
     """
     checks.instance("model", model, nnx.Module, "an nnx.Module")
     temperature = scalar("temperature", temperature, jnp.float32, checks.positive_float)

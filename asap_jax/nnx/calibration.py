@@ -11,7 +11,7 @@ from flax import linen, nnx
 from asap_jax import checks, records
 from asap_jax.compiler import calibration as compiling
 from asap_jax.compiler.fit import Fit
-from asap_jax.compiler.options import Options, explain_moved_settings
+from asap_jax.compiler.options import Options, explain_fit_settings
 from asap_jax.nnx.attention import SCAN_HINT, AsapCapture, AsapState, SinkhornAttention
 from asap_jax.records import CompiledState, Record
 
@@ -28,10 +28,11 @@ def sinkhorn_layers(model: nnx.Module) -> dict[str, SinkhornAttention]:
 class Calibration(compiling.Calibration):
     """Calibration of an nnx model, also while it still trains.
 
-    ``add(model, batch)`` as often as needed, then ``finish(model, report_batches)``; ``compile``
-    does both. Layers accumulated while the teacher trains are fitted to the sequence of its
-    states.
+    Call ``add(model, batch)`` for each batch, then ``finish(model, report_batches)``. ``compile``
+    does both with a frozen model.
     """
+
+    hint = SCAN_HINT
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Calibration(compiling.Calibration):
         """The records of every layer of the model ``teacher``."""
         probe = _evaluating(teacher)
         for path, layer in sinkhorn_layers(probe).items():
-            # As nnx.capture does, on these modules alone; the number prevents trace-cache hits.
+            # As nnx.capture does, but on these modules only. The number prevents trace-cache hits.
             slot = AsapCapture({}, path=path, probe=self._probe)
             layer.__captures__ = nnx.data((slot,))
         with records.observe() as observer:
@@ -69,31 +70,23 @@ class Calibration(compiling.Calibration):
         if lost:
             raise ValueError(
                 f"layers {lost} ran but their records were dropped by a transform around them: "
-                + SCAN_HINT
+                f"{SCAN_HINT}"
             )
         return recorded
 
-    def attach(self, teacher: nnx.Module, states: Mapping[str, CompiledState], batch: Any) -> dict:
-        """``model``, a compiled copy; fails if any layer did not switch."""
-        number = records.fresh_probe()
-        ran = self.records(teacher, batch)
+    def _trace(self, teacher: nnx.Module, states: Mapping[str, CompiledState], batch: Any) -> None:
         probe = _evaluating(teacher)
-        attach(probe, {path: state.replace(probe=number) for path, state in states.items()})
+        attach(probe, states)
         graph, state = nnx.split(probe)
-        with records.observe() as observer:
-            jax.eval_shape(lambda s, b: self._run(nnx.merge(graph, s), b), state, batch)
-        missing = [path for path in states if path in ran and path not in observer.compiled]
-        if missing:
-            raise ValueError(
-                f"layers {missing} did not switch to the compiled operator: the forward pass did "
-                f"not run them on its model, or a transform drops their state. " + SCAN_HINT
-            )
-        compiled = nnx.clone(teacher)
-        attach(compiled, states)
-        return {"model": compiled}
+        jax.eval_shape(lambda s, b: self._run(nnx.merge(graph, s), b), state, batch)
+
+    def _compiled(self, teacher: nnx.Module, states: Mapping[str, CompiledState]) -> dict[str, Any]:
+        model = nnx.clone(teacher)
+        attach(model, states)
+        return {"model": model}
 
 
-@explain_moved_settings
+@explain_fit_settings
 def compile(
     model: nnx.Module,
     batches: Iterable[Any],
@@ -109,15 +102,15 @@ def compile(
     """Compiles the SinkhornAttention layers of a trained nnx model (paper, algorithm 1).
 
     Args:
-      model: any nnx module that uses ``SinkhornAttention`` as ``attention_fn``; left unchanged,
-        calibrated in evaluation mode (``model.eval()``), so with dropout off.
+      model: any nnx module that uses ``SinkhornAttention`` as ``attention_fn``; left unchanged. A
+        copy in evaluation mode, with dropout off, is calibrated.
       batches: as ``asap_jax.linen.compile``.
       fit, closures, layers, holdout, seed: see ``asap_jax.Options``.
       apply_kwargs: further keywords of the call.
       forward: ``forward(model, batch)`` instead of calling the model.
 
     Returns:
-      CompileResult with ``.model``, a compiled copy in the mode of ``model``, and ``.report``.
+      CompileResult with ``.model``, a compiled copy of ``model``, and ``.report``.
 
     Raises:
       ValueError, TypeError: as ``asap_jax.linen.compile``.
@@ -132,24 +125,24 @@ def _evaluating(model: nnx.Module) -> nnx.Module:
         hint = "; call asap_jax.linen.compile" if isinstance(model, linen.Module) else ""
         raise TypeError(f"model must be an nnx.Module, got {checks.describe(model)}{hint}")
     teacher = nnx.clone(model)
-    for module in sinkhorn_layers(teacher).values():
-        module.asap = None
+    for layer in sinkhorn_layers(teacher).values():
+        layer.asap = None
     for _, module in nnx.iter_modules(teacher):
         if isinstance(module, nnx.Dropout):
-            module.rate = 0.0  # also where the call itself says deterministic=False
+            module.rate = 0.0  # for calls with deterministic=False
     teacher.eval()
     return teacher
 
 
 def attach(model: nnx.Module, states: Mapping[str, CompiledState]) -> None:
-    """Writes states into the SinkhornAttention modules of ``model``, in place."""
+    """Writes states, by layer path, into the SinkhornAttention modules of ``model``, in place."""
     modules = sinkhorn_layers(model)
     for path, state in states.items():
         modules[path].asap = AsapState(state, path=path)
 
 
-def _call(apply_kwargs):
-    """The default forward: the model called on a batch."""
+def _call(apply_kwargs: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
+    """The default forward, which calls the model on a batch."""
 
     def run(model, batch):
         args, kwargs = records.split_batch(batch)

@@ -89,7 +89,7 @@ ENTRIES = {
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 @pytest.mark.parametrize(("name", "kind"), MOVED)
 def test_a_fit_setting_passed_to_compile_is_an_error_that_says_where_it_belongs(entry, name, kind):
-    message = rf"^{name} is a setting of a fit now: compile\(\.\.\., fit={kind}\({name}=\.\.\.\)\)$"
+    message = rf"^{name} is a setting of a fit: compile\(\.\.\., fit={kind}\({name}=\.\.\.\)\)$"
     with pytest.raises(TypeError, match=message):
         entry(**{name: 1})
 
@@ -124,7 +124,7 @@ def test_signatures_show_ten_arguments_at_most(function):
         ("moments, weighted", None, "damping=0.1 .* give closures=1"),
         ("codebook, chain", 1, "chain=True .* two closures or more"),
         (aj.PaperFit(objective="kl"), 2, "closures must be one of"),
-        (aj.PaperFit(token_bias=True), "none", "goes with baseline='none' and token_bias=False"),
+        (aj.PaperFit(token_bias=True), "none", "needs baseline='none' and token_bias=False"),
     ],
 )
 def test_closures_that_the_fit_does_not_support_are_refused(fit, closures, message):

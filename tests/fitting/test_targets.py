@@ -8,7 +8,6 @@ import pytest
 import reference
 
 import asap_jax as aj
-from asap_jax.fitting import gauss_newton as curvature
 from asap_jax.fitting import targets
 from asap_jax.records import Record, problem
 
@@ -88,5 +87,5 @@ def test_the_curvature_is_that_of_the_kl_objective(rng, x64):
     )  # fmt: skip
     z = problems.normal(rng, *duals.source.shape, dtype="float64")
     _, curved = jax.jvp(jax.grad(objective), (duals.source,), (z,))
-    weigh = curvature.gauss_newton(p.scores, duals.source, "query", 0.0, jnp.ones(z.shape, bool))
+    weigh = targets.gauss_newton(p.scores, duals.source, "query", 0.0, jnp.ones(z.shape, bool))
     np.testing.assert_allclose(weigh(z[..., None])[..., 0] / LENGTH, curved, atol=1e-12)
