@@ -36,7 +36,8 @@ def explain_fit_settings(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if "recipe" in kwargs:
-            raise TypeError("recipe is called fit now: compile(..., fit='auto')")
+            value = kwargs["recipe"]
+            raise TypeError(f"recipe is called fit now: compile(..., fit={value!r})")
         for name in kwargs:
             if name in _FIT_SETTINGS:
                 fit = f"{_FIT_SETTINGS[name]}({name}=...)"
