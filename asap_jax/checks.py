@@ -1,4 +1,4 @@
-"""Input checks: every message names the argument and what was given."""
+"""Input checks: every message names the argument and its wrong value."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+_T = TypeVar("_T")
+
 
 def describe(value: Any) -> str:
-    """A value in a message: its type, and the value itself where it is short."""
+    """The type of ``value``, for an error message; a number or a string with its value."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -22,10 +24,11 @@ def describe(value: Any) -> str:
     return f"{name} {value!r:.60}" if plain else name
 
 
-def instance(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raises TypeError unless ``value`` is of ``kind``, in messages ``wanted``."""
+def instance(name: str, value: Any, kind: type[_T] | tuple[type[_T], ...], expected: str) -> _T:
+    """``value`` if it has the type ``kind``; TypeError "must be ``expected``" otherwise."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {wanted}, got {describe(value)}")
+        raise TypeError(f"{name} must be {expected}, got {describe(value)}")
+    return value
 
 
 def items(name: str, value: Any) -> tuple:
@@ -105,7 +108,7 @@ def non_negative_float(name: str, value: Any) -> float:
     return number
 
 
-def array(name: str, value: Any, dtype=None) -> jax.Array:
+def array(name: str, value: Any, dtype: Any = None) -> jax.Array:
     """``value`` as an array; TypeError for None, strings, ragged lists and other objects."""
     if value is None or isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be an array, got {describe(value)}")
@@ -137,7 +140,7 @@ def real_array(name: str, value: Any) -> jax.Array:
 
 
 def at_least_f32(array: jax.Array) -> jax.Array:
-    """``array`` in float32, or in float64 when it is given so."""
+    """``array`` in float32; a float64 array as it is."""
     return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
 
 
@@ -153,7 +156,7 @@ def broadcasts_to(name: str, shape: tuple, target_name: str, target: tuple) -> N
 
 
 def heads_last_dim(q: jax.Array, k: jax.Array, q_name: str = "q", k_name: str = "k") -> None:
-    """Raises ValueError unless ``q (..., N, d)`` and ``k (..., M, d)`` differ in length alone."""
+    """Raises ValueError unless ``q (..., N, d)`` and ``k (..., M, d)`` differ only in length."""
     if q.ndim < 2 or k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{q_name} of shape {q.shape} and {k_name} of shape {k.shape} must be "
@@ -161,32 +164,35 @@ def heads_last_dim(q: jax.Array, k: jax.Array, q_name: str = "q", k_name: str = 
         )
 
 
+def to_rank(name: str, x: jax.Array, shape: tuple) -> jax.Array:
+    """``x`` with axes of size 1 in front, to the rank of ``shape``, to which it must broadcast."""
+    axes = zip(x.shape[::-1], shape[::-1], strict=False)
+    if x.ndim > len(shape) or any(a not in (1, b) for a, b in axes):
+        raise ValueError(f"{name} of shape {x.shape} does not broadcast to {shape}")
+    return jax.lax.broadcast_to_rank(x, len(shape))
+
+
 def random_key(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is one JAX random key, typed or raw."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (shape == () if typed else dtype == jnp.uint32 and len(shape) == 1):
-        given = describe(value) if shape is None else f"an array of {dtype} and shape {shape}"
-        raise TypeError(f"{name} must be one JAX random key, got {given}")
+    if not (shape == () if typed else dtype == jnp.uint32 and np.ndim(value) == 1):
+        wrong = describe(value) if shape is None else f"an array of {dtype} and shape {shape}"
+        raise TypeError(f"{name} must be one JAX random key, got {wrong}")
 
 
 def validity(name: str, valid: Any, like: jax.Array) -> jax.Array:
     """``valid`` (bool or 0/1, broadcasting) as a bool array of the shape and sharding of ``like``.
 
-    All True when None. Raises TypeError if it is not an array, ValueError for another shape.
+    All True when None. Raises TypeError if it is not an array, ValueError if it does not broadcast.
     """
     every = jnp.ones_like(like, bool)
     if valid is None:
         return every
-    valid, shape = array(name, valid), like.shape
-    if valid.ndim > len(shape) or any(
-        a not in (1, b) for a, b in zip(valid.shape[::-1], shape[::-1], strict=False)
-    ):
-        raise ValueError(f"{name} of shape {valid.shape} does not broadcast to {shape}")
-    valid = valid.reshape((1,) * (len(shape) - valid.ndim) + valid.shape)
+    valid = to_rank(name, array(name, valid), like.shape)
     return every & (valid if valid.dtype == bool else valid != 0)
 
 
 def optional_validity(name: str, valid: Any, like: jax.Array) -> jax.Array | None:
-    """``validity``, but None stays None: what does not depend on it costs nothing then."""
+    """As ``validity``, but None stays None, so that an unmasked call does no masking."""
     return None if valid is None else validity(name, valid, like)

@@ -1,7 +1,7 @@
-"""One attention call as per-head problems: layout, dtypes, and the masks worked out once.
+"""One attention call as per-head problems, with layout, dtypes and masks resolved.
 
-Attention functions take Flax's layout ``(..., length, heads, head_dim)``; everything behind
-them works on ``(..., heads, length, head_dim)``.
+Attention functions take Flax's layout ``(..., length, heads, head_dim)``; the rest of the library
+works on ``(..., heads, length, head_dim)``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from asap_jax.scores import squared_norm
 
 
 class Tokens(NamedTuple):
-    """The tokens of both sides as features take them, the side to predict first.
+    """The input of features: ``own`` are the tokens of the side to predict, ``other`` the rest.
 
-    ``own (..., N, d)``, ``other (..., M, d)``; ``scale`` is the score scale; the validities
-    ``(..., N)`` and ``(..., M)``, or None where every token counts.
+    ``own (..., N, d)``, ``other (..., M, d)``; ``scale`` is the score scale. The validities are
+    bool, ``(..., N)`` and ``(..., M)``, or None if every token is valid.
     """
 
     own: jax.Array
@@ -30,11 +30,11 @@ class Tokens(NamedTuple):
     other_valid: jax.Array | None
 
     def swapped(self) -> Tokens:
-        """The other side first."""
+        """The same tokens with the two sides exchanged."""
         return Tokens(self.other, self.own, self.scale, self.other_valid, self.own_valid)
 
     def shift(self) -> jax.Array:
-        """From score to cost coordinates on the own side, ``(..., N)``, see ``query_shift``."""
+        """The shift ``(..., N)`` from score to cost coordinates, as ``query_shift`` of ``own``."""
         return 0.5 * self.scale * squared_norm(self.own)
 
 
@@ -42,14 +42,12 @@ class Tokens(NamedTuple):
 class Problem:
     """One attention call, per head: axes ``(..., heads, tokens, ...)``.
 
-    A pytree, so a group of its problems is a Problem again.
-
     Attributes:
-      q ``(..., H, N, d)``, k ``(..., H, M, d)``, v ``(..., H, M, d_v)``: float32 at least, rows
-        of inactive tokens set to 0. v is None where nothing is mixed.
-      bias: broadcasts to the scores, 0 at masked places, or None.
-      mask: bool, broadcasting to the scores, or None.
-      validity: the tokens that take part in the marginals, or None for "all".
+      q ``(..., H, N, d)``, k ``(..., H, M, d)``, v ``(..., H, M, d_v)``: float32 at least, with
+        inactive tokens set to 0. v is None where only weights are computed.
+      bias: broadcasts to the scores, 0 at masked entries, or None.
+      mask: bool, broadcasts to the scores, or None.
+      validity: the tokens that take part in the marginals; None if all do.
       scale: the score scale.
       dtype: dtype of the output.
       precision: matmul precision of the scores and of the product with the values.
@@ -66,13 +64,19 @@ class Problem:
     precision: Any = flax.struct.field(pytree_node=False, default=None)
 
     @property
+    def values(self) -> jax.Array:
+        """``v``, of a problem that has values."""
+        assert self.v is not None
+        return self.v
+
+    @property
     def score_shape(self) -> tuple[int, ...]:
         """``(..., H, N, M)``."""
         return (*self.q.shape[:-1], self.k.shape[-2])
 
     @property
     def scores(self) -> jax.Array:
-        """``(..., H, N, M)``: with the bias, finite entries at masked places too."""
+        """Scores with the bias, ``(..., H, N, M)``; the mask is not applied."""
         product = jnp.einsum("...nd,...md->...nm", self.q, self.k, precision=self.precision)
         s = self.scale * product
         return s if self.bias is None else s + self.bias.astype(s.dtype)
@@ -83,15 +87,15 @@ class Problem:
         return kernel if self.mask is None else jnp.where(self.mask, kernel, -jnp.inf)
 
     def active(self, side: str) -> jax.Array:
-        """Tokens of ``side`` that take part, ``(..., H, N or M)``; ``()`` where all do."""
+        """Which tokens of ``side`` take part, ``(..., H, N or M)``; a scalar True if all do."""
         return jnp.bool_(True) if self.validity is None else getattr(self.validity, side)
 
     def log_key_target(self, key_mass: str) -> jax.Array:
-        """Log of the column target, attention scale: ``()``, or ``(..., 1)`` under a mask."""
+        """Log of the column target, see ``masks.log_key_target``."""
         return masks.log_key_target(key_mass, self.validity, self.score_shape, self.q.dtype)
 
     def tokens(self, side: str, padding: str) -> Tokens:
-        """Both sides' tokens, those of ``side`` first; ``padding`` says which carry features."""
+        """The tokens with ``side`` as ``own``, valid where ``padding`` says they carry features."""
         q_valid, k_valid = masks.feature_validity(self.validity, padding) or (None, None)
         tokens = Tokens(self.q, self.k, self.scale, q_valid, k_valid)
         return tokens if side == "query" else tokens.swapped()
@@ -108,7 +112,7 @@ def make_problem(
     dtype: Any = None,
     precision: Any = None,
 ) -> Problem:
-    """Checks the arrays of one attention call and brings them to per-head form.
+    """Checks the arrays of one attention call and converts them to a Problem.
 
     Raises:
       ValueError: ranks, lengths, head counts, masks or biases that do not fit.
@@ -133,7 +137,7 @@ def make_problem(
 def promote(
     query: Any, key: Any, value: Any, *, dtype: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The three inputs in one real floating dtype (``dtype`` if given)."""
+    """The three inputs in one real floating dtype: ``dtype``, or their common one if None."""
     query = checks.real_array("query", query)
     key = checks.real_array("key", key)
     value = checks.real_array("value", value)
@@ -144,8 +148,8 @@ def promote(
     return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
-def match_heads(query, key, value) -> tuple[jax.Array, jax.Array]:
-    """Checks shapes and repeats grouped key/value heads up to the query heads."""
+def match_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Checks shapes; repeats key and value heads to the number of query heads."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
         raise ValueError(

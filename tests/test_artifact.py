@@ -579,7 +579,7 @@ def test_coefficients_that_do_not_fit_the_features_are_refused(saved):
 # ------------------------------------------------------------------------------------ writing once
 
 
-@pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
+@pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_failing_write_leaves_the_old_file_whole(saved, monkeypatch, step):
     path, variables = saved
     before = path.read_bytes()
