@@ -154,17 +154,15 @@ def _check_same_teacher(saved: Mapping, present: Mapping, path: Any) -> None:
     """Raises ValueError if parameters differ; the message names up to five."""
     problems = []
     for name in sorted({*saved, *present}):
-        if name not in present:
+        old, new = saved.get(name), present.get(name)
+        if new is None:
             problems.append(f"{name}: missing in the model (saved with shape {saved[name][0]})")
-        elif name not in saved:
-            problems.append(f"{name}: not in the file (model has shape {present[name][0]})")
-        elif saved[name][:2] != present[name][:2]:
-            problems.append(
-                f"{name}: saved {saved[name][1]}{saved[name][0]}, model "
-                f"{present[name][1]}{present[name][0]}"
-            )
-        elif saved[name][2] != present[name][2]:
-            problems.append(f"{name}: same shape {saved[name][0]}, other values")
+        elif old is None:
+            problems.append(f"{name}: not in the file (model has shape {new[0]})")
+        elif old[:2] != new[:2]:
+            problems.append(f"{name}: saved {old[1]}{old[0]}, model {new[1]}{new[0]}")
+        elif old != new:
+            problems.append(f"{name}: same shape {old[0]}, other values")
     if problems:
         more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(

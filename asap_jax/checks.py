@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -92,6 +92,14 @@ def as_float(name: str, value: Any) -> float:
     )
 
 
+def finite_float(name: str, value: Any) -> float:
+    """A finite Python float (ValueError otherwise)."""
+    number = as_float(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
+
+
 def positive_float(name: str, value: Any) -> float:
     """A finite Python float > 0 (ValueError otherwise)."""
     number = as_float(name, value)
@@ -116,6 +124,15 @@ def array(name: str, value: Any, dtype: Any = None) -> jax.Array:
         return jnp.asarray(value, dtype)
     except (OverflowError, TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array, got {describe(value)}: {error}") from error
+
+
+def scalar(name: str, x: Any, dtype: Any, check: Callable[[str, Any], float]) -> jax.Array:
+    """A 0-d array of ``dtype`` from a number that passes ``check``, or from a traced scalar."""
+    if not isinstance(x, jax.core.Tracer):
+        return jnp.asarray(check(name, x), dtype)
+    if x.shape != ():
+        raise ValueError(f"{name} must be a scalar, got shape {x.shape}")
+    return real_array(name, x).astype(dtype)
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:

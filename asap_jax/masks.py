@@ -69,12 +69,6 @@ def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None
     return jnp.where(masked, jnp.zeros_like(array), array), ~masked
 
 
-def split(bias: Any, mask: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
-    """``as_bias`` and ``as_mask``, with the two masks joined: a finite bias and one mask."""
-    bias, allowed = as_bias(bias, shape)
-    return bias, combine(as_mask(mask, shape), allowed)
-
-
 def combine(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """Logical and of two masks, either of which may be None."""
     if a is None or b is None:

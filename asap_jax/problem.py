@@ -122,7 +122,8 @@ def make_problem(
     key, value = match_heads(query, key, value)
     q, k, v = [jnp.swapaxes(checks.at_least_f32(x), -2, -3) for x in (query, key, value)]
     shape = (*q.shape[:-1], k.shape[-2])
-    bias, mask = masks.split(bias, mask, shape)
+    bias, allowed = masks.as_bias(bias, shape)
+    mask = masks.combine(masks.as_mask(mask, shape), allowed)
     validity = masks.closure_validity(mask, shape)
     if validity is not None:
         q = masks.zero_inactive(q, validity.query)
@@ -148,8 +149,10 @@ def promote(
     return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
-def match_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Checks shapes; repeats key and value heads to the number of query heads."""
+def match_heads(
+    query: jax.Array, key: jax.Array, value: jax.Array, group: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Checks shapes; repeats ``group`` key and value heads at a time up to the query heads."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
         raise ValueError(
@@ -171,4 +174,9 @@ def match_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax
     repeats = query.shape[-2] // key.shape[-2]
     if repeats == 1:
         return key, value
-    return jnp.repeat(key, repeats, axis=-2), jnp.repeat(value, repeats, axis=-2)
+
+    def repeat(x):
+        groups = x.reshape(*x.shape[:-2], -1, group, x.shape[-1])
+        return jnp.repeat(groups, repeats, axis=-3).reshape(*x.shape[:-2], -1, x.shape[-1])
+
+    return repeat(key), repeat(value)

@@ -82,12 +82,7 @@ def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Ar
 
 
 def run(
-    p: Problem,
-    start: jax.Array,
-    log_target: jax.Array,
-    closures: Closures,
-    *,
-    divided: bool = True,
+    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, divided: bool = True
 ) -> Scaled:
     """The closures from ``start``; ``run(...).weights()`` is ``log_domain.weights_after``.
 

@@ -6,31 +6,21 @@ same result up to rounding.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
-from asap_jax.problem import Problem
 from asap_jax.solvers import log_domain, matrix_scaling, tiled
-from asap_jax.solvers.closures import Closures
 
 LARGEST_KERNEL = 2**26
 """Number of kernel entries (256 MiB in float32) from which ``"auto"`` means tiles."""
 
 
-class Apply(Protocol):
-    """The type of ``log_domain.apply``."""
-
-    def __call__(
-        self, p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, mix: bool
-    ) -> jax.Array:
-        """Arguments and result as ``log_domain.apply``."""
-
-
 class Implementation(NamedTuple):
-    """``apply``, and how many query rows of a kernel it holds in memory at a time; None for all."""
+    """A function like ``log_domain.apply``, and how many query rows it holds; None for all."""
 
-    apply: Apply
+    apply: Callable[..., jax.Array]
     block: int | None = None
 
 
