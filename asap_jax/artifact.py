@@ -164,12 +164,9 @@ def _check_same_teacher(saved: Mapping, present: Mapping, path: Any) -> None:
         elif old != new:
             problems.append(f"{name}: same shape {old[0]}, other values")
     if problems:
-        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(
-            f"{path}: compiled from another teacher; parameters differ:\n  "
-            + "\n  ".join(problems[:5])
-            + more
-        )
+        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+        lines = "\n  ".join(["parameters differ:", *problems[:5], *more])
+        raise ValueError(f"{path}: compiled from another teacher; {lines}")
 
 
 def _check_same_states(saved: Mapping, present: Mapping, path: Any) -> None:
@@ -297,7 +294,7 @@ def _read(path: str) -> tuple[dict, dict]:
     except Exception as error:  # zip, zlib, NumPy and JSON raise different errors
         # NumPy's message suggests allow_pickle=True, which is unsafe and would not help.
         reason = "not an archive" if "pickle" in str(error) else error
-        raise ValueError(f"{path}: not a whole asap_jax file ({reason})") from error
+        raise ValueError(f"{path}: not a complete asap_jax file ({reason})") from error
     if not known:
         raise ValueError(f"{path}: not an asap_jax file")
     kinds = dict(format=int, versions=dict, framework=str, teacher=dict, layers=dict)

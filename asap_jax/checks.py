@@ -42,8 +42,7 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> None:
     """Raises ValueError (TypeError for a traced value) unless ``value`` is a known name."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{name} must be static, got a traced value; mark it static or bind it "
-            f"with functools.partial before jit"
+            f"{name} must be static, got a traced value; bind it with functools.partial before jit"
         )
     if not isinstance(value, str) or value not in tuple(known):
         raise ValueError(f"{name}={value!r} is not known; known: {', '.join(map(repr, known))}")
@@ -86,10 +85,8 @@ def as_float(name: str, value: Any) -> float:
     shape = getattr(value, "shape", None)
     if shape == () and jnp.issubdtype(value.dtype, jnp.floating):
         return float(value)
-    raise TypeError(
-        f"{name} must be a real number, got {type(value).__name__}"
-        + (f" of shape {shape}" if shape else "")
-    )
+    wrong = type(value).__name__ + (f" of shape {shape}" if shape else "")
+    raise TypeError(f"{name} must be a real number, got {wrong}")
 
 
 def finite_float(name: str, value: Any) -> float:
@@ -172,12 +169,12 @@ def broadcasts_to(name: str, shape: tuple, target_name: str, target: tuple) -> N
         raise ValueError(f"{name} of shape {shape} does not broadcast to {target_name} {target}")
 
 
-def heads_last_dim(q: jax.Array, k: jax.Array, q_name: str = "q", k_name: str = "k") -> None:
+def heads_last_dim(q: jax.Array, k: jax.Array) -> None:
     """Raises ValueError unless ``q (..., N, d)`` and ``k (..., M, d)`` differ only in length."""
     if q.ndim < 2 or k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"{q_name} of shape {q.shape} and {k_name} of shape {k.shape} must be "
-            f"(..., length, head_dim) with equal leading axes and head_dim"
+            f"q of shape {q.shape} and k of shape {k.shape} must be (..., length, head_dim) with "
+            f"equal leading axes and head_dim"
         )
 
 

@@ -25,7 +25,7 @@ class Validity(NamedTuple):
     key: jax.Array
 
 
-def as_mask(mask: Any, shape: tuple, name: str = "mask") -> jax.Array | None:
+def as_mask(mask: Any, shape: tuple) -> jax.Array | None:
     """A bool mask that broadcasts to the scores ``shape (..., N, M)``, or None.
 
     Accepts bool and 0/1 of any int or float dtype (Flax's mask makers return float32).
@@ -37,15 +37,15 @@ def as_mask(mask: Any, shape: tuple, name: str = "mask") -> jax.Array | None:
     """
     if mask is None:
         return None
-    array = checks.array(name, mask)
-    checks.broadcasts_to(name, array.shape, "scores", shape)
+    array = checks.array("mask", mask)
+    checks.broadcasts_to("mask", array.shape, "scores", shape)
     if array.dtype == bool:
         return array
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{name} must be bool or 0/1, got dtype {array.dtype}")
+        raise TypeError(f"mask must be bool or 0/1, got dtype {array.dtype}")
     if not isinstance(array, jax.core.Tracer) and not np.isin(np.asarray(array), (0, 1)).all():
         raise ValueError(
-            f"{name} of shape {array.shape} must hold only 0 and 1; give additive masks as bias"
+            f"mask of shape {array.shape} must hold only 0 and 1; give additive masks as bias"
         )
     return array != 0
 

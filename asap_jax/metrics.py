@@ -28,7 +28,7 @@ def attention_rel_l2(
     Returns:
       A scalar.
     """
-    a, b = _pair("weights", weights, "reference", reference, 2)
+    a, b = _pair("weights", weights, reference, 2)
     head = a.ndim - 3
     pooled = checks.static_bool("pooled", pooled)
     axes = None if pooled else tuple(i for i in range(a.ndim) if i != head)
@@ -43,7 +43,7 @@ def output_rmse(
 
     ``query_valid`` (bool, broadcasting to ``(..., N)``) restricts the mean to those queries.
     """
-    a, b = _pair("output", output, "reference", reference, 3)
+    a, b = _pair("output", output, reference, 3)
     valid = checks.validity("query_valid", query_valid, a[..., 0, 0])[..., None, None]
     square = jnp.where(valid, jnp.square(a - b), jnp.zeros_like(a))
     count = valid.sum(dtype=a.dtype) * (a.shape[-1] * a.shape[-2])
@@ -67,7 +67,7 @@ def column_error(
 
 def agreement(logits: ArrayLike, reference: ArrayLike) -> jax.Array:
     """Fraction of examples with the same class predicted; logits ``(..., classes)``."""
-    a, b = _pair("logits", logits, "reference", reference, 1)
+    a, b = _pair("logits", logits, reference, 1)
     return jnp.mean(a.argmax(-1) == b.argmax(-1), dtype=jnp.float32)
 
 
@@ -77,7 +77,7 @@ def plan_kl(weights: ArrayLike, reference: ArrayLike) -> jax.Array:
     Mean over the leading axes. 0 log 0 = 0; infinite where the reference has mass and the
     approximation none.
     """
-    a, b = _pair("weights", weights, "reference", reference, 2)
+    a, b = _pair("weights", weights, reference, 2)
     size = a.shape[-2]
     safe = lambda x: jnp.where(b > 0, x, jnp.ones_like(x))
     terms = b * (jnp.log(safe(b)) - jnp.log(safe(a))) - b + a
@@ -111,13 +111,13 @@ def _weights(name: str, weights: Any) -> jax.Array:
     return a
 
 
-def _pair(a_name: str, a: Any, b_name: str, b: Any, min_rank: int) -> tuple[jax.Array, jax.Array]:
-    a = checks.at_least_f32(checks.real_array(a_name, a))
-    b = checks.at_least_f32(checks.real_array(b_name, b))
+def _pair(name: str, a: Any, reference: Any, min_rank: int) -> tuple[jax.Array, jax.Array]:
+    a = checks.at_least_f32(checks.real_array(name, a))
+    b = checks.at_least_f32(checks.real_array("reference", reference))
     if a.shape != b.shape or a.ndim < min_rank:
         raise ValueError(
-            f"{a_name} of shape {a.shape} and {b_name} of shape {b.shape} must be "
-            f"equal in shape, with at least {min_rank} axes"
+            f"{name} of shape {a.shape} and reference of shape {b.shape} must be equal in shape, "
+            f"with at least {min_rank} axes"
         )
     dtype = accumulation_dtype(a, b)
     return a.astype(dtype), b.astype(dtype)

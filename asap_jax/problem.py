@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.scores import squared_norm
+from asap_jax.scores import resolve_scale, squared_norm
 
 
 class Tokens(NamedTuple):
@@ -115,7 +115,7 @@ def make_problem(
     """Checks the arrays of one attention call and converts them to a Problem.
 
     Raises:
-      ValueError: ranks, lengths, head counts, masks or biases that do not fit.
+      ValueError: ranks, lengths, head counts, masks or biases that do not fit, ``scale <= 0``.
       TypeError: dtypes that are not real floating.
     """
     query, key, value = promote(query, key, value, dtype=dtype)
@@ -131,7 +131,7 @@ def make_problem(
         v = masks.zero_inactive(v, validity.key)
         if bias is not None:
             bias = jnp.where(mask, bias, jnp.zeros_like(bias))
-    scale = 1.0 / q.shape[-1] ** 0.5 if scale is None else scale
+    scale = resolve_scale(scale, q.shape[-1])
     return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision)
 
 
@@ -176,6 +176,8 @@ def match_heads(
         return key, value
 
     def repeat(x):
+        if group == 1:
+            return jnp.repeat(x, repeats, axis=-2)
         groups = x.reshape(*x.shape[:-2], -1, group, x.shape[-1])
         return jnp.repeat(groups, repeats, axis=-3).reshape(*x.shape[:-2], -1, x.shape[-1])
 

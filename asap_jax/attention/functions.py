@@ -113,7 +113,7 @@ def softmax_attention(
     Arguments and result as there. ``scale`` > 0 is ``1 / sqrt(head_dim)`` when None.
     """
     checks.one_of("implementation", implementation, registry.NAMES)
-    p = call.problem(None if scale is None else checks.positive_float("scale", scale))
+    p = call.problem(scale)
     return outputs.finish(call, p, sinkhorn_plan(p, SinkhornSpec(num_steps=1), implementation))
 
 

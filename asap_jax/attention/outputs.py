@@ -26,9 +26,12 @@ def output_and_weights(
     """The output ``(..., N, H, d_v)``, and the weights if they were computed.
 
     They are if they are returned, needed for dropout, or sown into ``call.module`` under Flax's
-    name ``attention_weights``.
+    name ``attention_weights``. Raises ValueError for a dropout rate outside [0, 1).
     """
-    weights, dropping = None, drops("dropout_rate", call.dropout_rate, call.deterministic)
+    weights, rate = None, checks.non_negative_float("dropout_rate", call.dropout_rate)
+    if rate >= 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    dropping = rate > 0 and not checks.static_bool("deterministic", call.deterministic)
     if return_weights or dropping or call.module is not None:
         matrix = plan.weights(p)
         weights = matrix.astype(p.dtype)
@@ -36,19 +39,6 @@ def output_and_weights(
     if call.module is not None:
         _sow(call.module, weights)
     return jnp.swapaxes(plan.mix(p), -2, -3).astype(p.dtype), weights
-
-
-def drops(name: str, rate: Any, deterministic: Any) -> bool:
-    """Whether dropout is on.
-
-    Raises:
-      ValueError: a rate outside [0, 1).
-      TypeError: a traced or non-bool ``deterministic``.
-    """
-    rate = checks.non_negative_float(name, rate)
-    if rate >= 1:
-        raise ValueError(f"{name} must be in [0, 1), got {rate}")
-    return rate > 0 and not checks.static_bool("deterministic", deterministic)
 
 
 def dropout(call: Call, weights: jax.Array) -> jax.Array:

@@ -101,7 +101,6 @@ def diff_attention(
         shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
         raise ValueError(f"differential attention needs an even number of heads, got {shapes}")
     key, value = match_heads(query, key, value, group=2)
-    scale = None if scale is None else checks.positive_float("scale", scale)
     p = call.replace(query=query, key=key, value=value).problem(scale)
     if lambda_init is None:
         lambda_init = diff_lambda_init(depth)

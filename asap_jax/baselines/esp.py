@@ -7,7 +7,6 @@ inference may use exact sorting, which is doubly stochastic.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -22,7 +21,6 @@ from asap_jax.attention import outputs
 from asap_jax.attention.flax_call import Call, Result, attention_function
 from asap_jax.baselines import expected_plans, softsort
 from asap_jax.checks import scalar
-from asap_jax.problem import Problem
 from asap_jax.solvers.plan import DensePlan
 from asap_jax.spec import PADDINGS
 
@@ -103,48 +101,34 @@ def esp_attention(
     checks.one_of("mode", mode, MODES)
     checks.one_of("padding", padding, PADDINGS)
     checks.one_of("implementation", implementation, IMPLEMENTATIONS)
-    p = call.problem(None if scale is None else checks.positive_float("scale", scale))
+    p = call.problem(scale)
     _check_bias(call.bias)
     _check_support(call.mask, call.bias, p.score_shape, padding, mode)
-    active = masks.feature_validity(p.validity, padding)
-    if active is not None:
-        q, k = masks.zero_inactive(p.q, active.query), masks.zero_inactive(p.k, active.key)
-        p = dataclasses.replace(p, q=q, k=k)
     dtype, name = p.q.dtype, "inverse_temperature"
     tau = scalar("temperature", temperature, dtype, checks.positive_float)
     inverse = scalar(name, inverse_temperature, dtype, checks.non_negative_float)
-    weights = expected_plan(p, directions, active, mode, tau, inverse, implementation)
-    if p.mask is not None:
-        weights = jnp.where(p.mask, weights, jnp.zeros_like(weights))
-    return outputs.finish(call, p, DensePlan(weights))
-
-
-def expected_plan(
-    p: Problem,
-    directions: Any,
-    active: masks.Validity | None,
-    mode: str,
-    temperature: jax.Array,
-    inverse_temperature: jax.Array,
-    implementation: str,
-) -> jax.Array:
-    """The matrix A ``(..., N, M)`` of the ``active`` tokens of a problem, before its mask."""
-    q, k, scale = p.q, p.k, p.scale
-    # Not scaled: the temperature is divided by scale^2 instead, so that differences of close
-    # values are exact.
-    a = expected_plans.project(q, directions, None if active is None else active.query)
-    b = expected_plans.project(k, directions, None if active is None else active.key)
-    distance = scale * expected_plans.distances(q, k)
+    q_valid, k_valid = masks.feature_validity(p.validity, padding) or (None, None)
+    q, k = masks.zero_inactive(p.q, q_valid), masks.zero_inactive(p.k, k_valid)
+    # Not scaled: tau is divided by scale^2 instead, so that differences of close values are exact.
+    a = expected_plans.project(q, directions, q_valid)
+    b = expected_plans.project(k, directions, k_valid)
+    distance = p.scale * expected_plans.distances(q, k)
     # All plans have the same mass, so this shifts all costs equally; smaller sums keep more digits.
     distance = distance - jax.lax.stop_gradient(distance.mean((-2, -1), keepdims=True))
     zero = jnp.zeros_like(distance[..., 0, 0])
-    floor = math.sqrt(float(jnp.finfo(q.dtype).tiny))
-    sharpness = scale**2 / jnp.maximum(temperature, jnp.asarray(floor, q.dtype)) + zero
-    slices = expected_plans.Slices(a, b, distance, sharpness, inverse_temperature + zero)
+    floor = math.sqrt(float(jnp.finfo(dtype).tiny))
+    sharpness = p.scale**2 / jnp.maximum(tau, jnp.asarray(floor, dtype)) + zero
+    slices = expected_plans.Slices(a, b, distance, sharpness, inverse + zero)
+    support = expected_plans.Support(q_valid, k_valid)
     if mode == "hard":
-        return expected_plans.hard_plan(slices, expected_plans.Support(*(active or ())))
-    support = _support(active, q.shape[-2], k.shape[-2], q.dtype)
-    return IMPLEMENTATIONS[implementation](slices, support, mode == "hard_released", p.precision)
+        weights = expected_plans.hard_plan(slices, support)
+    else:
+        support = _with_coupling(support, q.shape[-2], k.shape[-2], dtype)
+        average = IMPLEMENTATIONS[implementation]
+        weights = average(slices, support, mode == "hard_released", p.precision)
+    if p.mask is not None:
+        weights = jnp.where(p.mask, weights, jnp.zeros_like(weights))
+    return outputs.finish(call, p, DensePlan(weights))
 
 
 def esp_temperature_schedule(
@@ -159,7 +143,7 @@ def esp_temperature_schedule(
       num_steps: >= 1; needed by ``"annealed"``.
 
     Returns:
-      An optax schedule; ``esp_attention(..., temperature=schedule(step))`` takes its values.
+      An optax schedule, for ``esp_attention(..., temperature=schedule(step))``.
 
     Raises:
       ValueError, TypeError: an unknown name; values out of range.
@@ -179,17 +163,16 @@ def esp_temperature_schedule(
     )
 
 
-def _support(active: masks.Validity | None, n: int, m: int, dtype: Any) -> expected_plans.Support:
-    """The active tokens, and the coupling of ranks if their numbers may differ."""
-    if active is None:
-        if n == m:
-            return expected_plans.Support()
-        counts = jnp.asarray(n, jnp.int32), jnp.asarray(m, jnp.int32)
-        return expected_plans.Support(coupling=softsort.rank_coupling(*counts, (n, m), dtype))
-    if active.query is active.key:
-        return expected_plans.Support(*active)
-    coupling = softsort.rank_coupling(active.query.sum(-1), active.key.sum(-1), (n, m), dtype)
-    return expected_plans.Support(*active, coupling)
+def _with_coupling(
+    support: expected_plans.Support, n: int, m: int, dtype: Any
+) -> expected_plans.Support:
+    """``support`` with the coupling of ranks, if the numbers of active tokens may differ."""
+    query, key, _ = support
+    if query is key and n == m:  # both None, or the same tokens
+        return support
+    count = lambda valid, size: jnp.asarray(size, jnp.int32) if valid is None else valid.sum(-1)
+    coupling = softsort.rank_coupling(count(query, n), count(key, m), (n, m), dtype)
+    return support._replace(coupling=coupling)
 
 
 def _masking(bias: Any) -> np.ndarray:

@@ -60,7 +60,6 @@ class Codebook(Family):
 
     def num_features(self, head_dim: int) -> int:
         """11."""
-        del head_dim
         return NUM_FEATURES
 
     def from_tokens(self, tokens: Tokens) -> jax.Array:

@@ -52,7 +52,6 @@ class Moments(Family):
         cls, rng: Any, head_dim: int, *, num_slices: int = 32, slice_kind: str = "gaussian"
     ) -> Moments:
         """The default family; the arguments are not used."""
-        del rng, head_dim, num_slices, slice_kind
         return cls()
 
     def num_features(self, head_dim: int) -> int:

@@ -28,7 +28,6 @@ class _OnSlices(Family):
 
     def num_features(self, head_dim: int) -> int:
         """The number of slices, L."""
-        del head_dim
         return self.directions.shape[-2]
 
 

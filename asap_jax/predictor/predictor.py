@@ -160,12 +160,9 @@ def predict(
     if scores is None:
         raise ValueError("baseline='first_step' needs scores")
     scores = checks.real_array("scores", scores)
-    q_shape, k_shape = queries_first.own.shape, queries_first.other.shape
-    if scores.shape != (*q_shape[:-1], k_shape[-2]):
-        raise ValueError(
-            f"scores of shape {scores.shape} do not fit q of shape {q_shape} and k of shape "
-            f"{k_shape}"
-        )
+    expected = (*queries_first.own.shape[:-1], queries_first.other.shape[-2])
+    if scores.shape != expected:
+        raise ValueError(f"scores of shape {scores.shape} do not fit q and k: expected {expected}")
     first = first_step(scores, tokens, predictor.side, epsilon=epsilon, mask=mask)
     return centred_dual(predictor, tokens, first)
 

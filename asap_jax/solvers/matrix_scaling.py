@@ -196,7 +196,7 @@ def exponentiate(
 
 @exponentiate.defjvp
 def _exponentiate_jvp(side, divided, epsilon, primals, tangents):
-    """``near`` takes the whole tangent of ``start``; a change of scale between the two is free."""
+    """The tangent of ``start`` goes to ``near`` only, which gives the plan the same tangent."""
     p, start = primals
     matrix, near = exponentiate(side, divided, epsilon, p, start)
     _, d_log = jax.jvp(lambda p: p.log_kernel(epsilon), (p,), tangents[:1])
@@ -239,5 +239,4 @@ def shared_across_vmap(ok: jax.Array) -> jax.Array:
 
 @shared_across_vmap.def_vmap
 def _all(axis_size, batched, ok):
-    del axis_size
     return (jnp.all(ok) if batched[0] else ok), False

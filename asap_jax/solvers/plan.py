@@ -23,7 +23,6 @@ class DensePlan(NamedTuple):
 
     def weights(self, p: Problem) -> jax.Array:
         """A."""
-        del p
         return self.matrix
 
     def mix(self, p: Problem) -> jax.Array:
@@ -54,7 +53,7 @@ class ClosedPlan(NamedTuple):
         return _weights(p, self.start, self.closures, self.key_mass, name)
 
     def mix(self, p: Problem) -> jax.Array:
-        """``A v (..., N, d_v)``, computed in groups of problems, so that A is never stored."""
+        """``A v (..., N, d_v)``, in groups of problems, so that memory never holds all of A."""
         lead, n, m = p.q.shape[:-2], p.q.shape[-2], p.k.shape[-2]
         name = registry.choose(self.implementation, n, m)
         rows = registry.IMPLEMENTATIONS[name].block or n
