@@ -1,8 +1,8 @@
-"""One file a compiled model: ``save`` and the strict ``load``.
+"""``save`` and ``load``: one file holds one compiled model.
 
-The file is an ``.npz`` archive: every array by name, and ``header``, UTF-8 JSON with the format,
-the library versions, the layers (spec with its mask convention, ending, feature families,
-shapes) and a fingerprint of the teacher's parameters. It never holds pickled objects.
+The file is an ``.npz`` archive of named arrays. Its array ``header`` is UTF-8 JSON: the format,
+the library versions, the compiled state of every layer without its arrays, and a fingerprint of
+the teacher's parameters. The file never holds pickled objects.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import importlib.metadata
 import io
 import json
 import os
-import tempfile
+import pathlib
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,14 +37,9 @@ from asap_jax.spec import SinkhornSpec
 
 FORMAT = 3
 MAGIC = "asap_jax compiled model"
-_TYPES = {
-    "SinkhornSpec": SinkhornSpec,
-    "CompiledState": CompiledState,
-    "Correction": Correction,
-    "Predictor": Predictor,
-    "DualPair": DualPair,
-    "LinearHead": LinearHead,
-    "MLPHead": MLPHead,
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (SinkhornSpec, CompiledState, Correction, Predictor, DualPair, LinearHead, MLPHead)
 }
 
 
@@ -51,18 +47,17 @@ def save(path: str | os.PathLike, result: CompileResult) -> None:
     """Writes a compiled model's states to one file, atomically.
 
     Args:
-      path: file to write, used as it is; an existing file is replaced.
-      result: what ``compile`` returned.
+      path: the file to write; no suffix is added, and an existing file is replaced.
+      result: the result of ``compile``.
 
     Raises:
       TypeError: not a CompileResult.
-      OSError: the file cannot be written; an older file is then left whole.
+      OSError: the file cannot be written; an existing file is then unchanged.
     """
-    if not isinstance(result, CompileResult):
-        raise TypeError(f"result must be a CompileResult, got {type(result).__name__}")
+    checks.instance("result", result, CompileResult, "a CompileResult")
     name = _file_name(path)
     teacher = result.variables if result.model is None else result.model
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     header = dict(
         magic=MAGIC,
         format=FORMAT,
@@ -78,18 +73,19 @@ def save(path: str | os.PathLike, result: CompileResult) -> None:
 
 
 def load(path: str | os.PathLike, *, like: Any) -> Any:
-    """Reads a compiled model back onto its teacher.
+    """Reads a compiled model from a file and applies it to its teacher.
 
     Args:
       path: a file that ``save`` wrote.
-      like: the teacher: its linen variables, or the nnx model. Left unchanged.
+      like: the teacher: its linen variables, or the nnx model. It is not changed.
 
     Returns:
       The variables with the ``"asap"`` collection, or a compiled copy of the nnx model.
 
     Raises:
-      ValueError: not such a file, damaged, of a later format, or for another teacher; the
-        message names the layer or parameter and both shapes or settings.
+      ValueError: not a file that ``save`` wrote, a damaged file, another format, or another
+        teacher. The message names the layer or parameter and both shapes or settings.
+      TypeError: ``like`` is neither linen variables nor an nnx model.
       OSError: the file cannot be read.
     """
     header, arrays = _read(_file_name(path))
@@ -98,15 +94,12 @@ def load(path: str | os.PathLike, *, like: Any) -> Any:
         raise ValueError(
             f"{path}: compiled from a {header['framework']} model, like is {framework}"
         )
-    _same_teacher(header["teacher"], fingerprint(like), path)
+    _check_same_teacher(header["teacher"], fingerprint(like), path)
     states = {layer: _state(tree, layer, arrays, path) for layer, tree in header["layers"].items()}
     if framework == "nnx":
         return _onto_nnx(like, states, path)
-    _same_states(
-        states,
-        group_by_path(dict(like.get(aj_linen.STATE, {}).items()), CompiledState),
-        path,
-    )
+    present = group_by_path(dict(like.get(aj_linen.STATE, {}).items()), CompiledState)
+    _check_same_states(states, present, path)
     others = {
         name: tree for name, tree in like.items() if name not in (aj_linen.STATE, aj_linen.CAPTURE)
     }
@@ -114,9 +107,9 @@ def load(path: str | os.PathLike, *, like: Any) -> Any:
 
 
 def fingerprint(teacher: Any) -> dict[str, list]:
-    """Parameter path to ``[shape, dtype, sha256 of its bytes]``.
+    """``{parameter path: [shape, dtype, sha256 of its bytes]}`` of a teacher.
 
-    ``teacher``: linen variables (their ``"params"``) or an nnx model (its ``nnx.Param``).
+    The parameters are the ``"params"`` of linen variables, or the ``nnx.Param`` of an nnx model.
     """
     if isinstance(teacher, nnx.Module):
         flat = [
@@ -134,7 +127,8 @@ def fingerprint(teacher: Any) -> dict[str, list]:
     return result
 
 
-def _onto_nnx(model, states, path):
+def _onto_nnx(model: nnx.Module, states: Mapping[str, CompiledState], path: Any) -> nnx.Module:
+    """A copy of ``model``, compiled with ``states``."""
     modules = aj_nnx.sinkhorn_layers(model)
     missing = [layer for layer in states if layer not in modules]
     if missing:
@@ -148,75 +142,61 @@ def _onto_nnx(model, states, path):
                 f"{path}: layer {layer!r} was compiled for {state.spec}, the model "
                 f"has {modules[layer].spec}"
             )
-    _same_states(
-        states,
-        {
-            layer: module.asap.get_value()
-            for layer, module in modules.items()
-            if module.asap is not None
-        },
-        path,
-    )
+    compiled_layers = {name: m.asap for name, m in modules.items() if m.asap is not None}
+    present = {name: variable.get_value() for name, variable in compiled_layers.items()}
+    _check_same_states(states, present, path)
     compiled = nnx.clone(model)
     aj_nnx.attach(compiled, states)
     return compiled
 
 
-def _same_teacher(saved: Mapping, present: Mapping, path) -> None:
-    """Raises ValueError naming up to five parameters that differ."""
+def _check_same_teacher(saved: Mapping, present: Mapping, path: Any) -> None:
+    """Raises ValueError if parameters differ; the message names up to five."""
     problems = []
     for name in sorted({*saved, *present}):
-        if name not in present:
+        old, new = saved.get(name), present.get(name)
+        if new is None:
             problems.append(f"{name}: missing in the model (saved with shape {saved[name][0]})")
-        elif name not in saved:
-            problems.append(f"{name}: not in the file (model has shape {present[name][0]})")
-        elif saved[name][:2] != present[name][:2]:
-            problems.append(
-                f"{name}: saved {saved[name][1]}{saved[name][0]}, model "
-                f"{present[name][1]}{present[name][0]}"
-            )
-        elif saved[name][2] != present[name][2]:
-            problems.append(f"{name}: same shape {saved[name][0]}, other values")
+        elif old is None:
+            problems.append(f"{name}: not in the file (model has shape {new[0]})")
+        elif old[:2] != new[:2]:
+            problems.append(f"{name}: saved {old[1]}{old[0]}, model {new[1]}{new[0]}")
+        elif old != new:
+            problems.append(f"{name}: same shape {old[0]}, other values")
     if problems:
-        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(
-            f"{path}: compiled from another teacher; parameters differ:\n  "
-            + "\n  ".join(problems[:5])
-            + more
-        )
+        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+        lines = "\n  ".join(["parameters differ:", *problems[:5], *more])
+        raise ValueError(f"{path}: compiled from another teacher; {lines}")
 
 
-def _same_states(saved: Mapping, present: Mapping, path) -> None:
-    """Raises ValueError when ``like`` already holds states that differ in shape or setting."""
+def _check_same_states(saved: Mapping, present: Mapping, path: Any) -> None:
+    """Raises ValueError if ``like`` already holds states that differ in shapes or settings."""
     for layer, old in present.items():
         if layer not in saved:
             raise ValueError(
                 f"{path}: holds no state for layer {layer!r}, which like has; it has {list(saved)}"
             )
-        a, b = (
-            jax.tree_util.tree_flatten_with_path(s.replace(mark=None))[0]
-            for s in (saved[layer], old)
-        )
-        names = lambda leaves: {jax.tree_util.keystr(k): v for k, v in leaves}
-        a, b = names(a), names(b)
-        for name in sorted({*a, *b}):
-            show = lambda leaf: "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-            if show(a.get(name)) != show(b.get(name)):
+        new_fields, old_fields = _described(saved[layer]), _described(old)
+        for name in sorted({*new_fields, *old_fields}):
+            new, present_value = (d.get(name, "absent") for d in (new_fields, old_fields))
+            if new != present_value:
                 raise ValueError(
-                    f"{path}: layer {layer!r} field {name}: saved "
-                    f"{show(a.get(name))}, like has {show(b.get(name))}"
+                    f"{path}: layer {layer!r} {name}: saved {new}, like has {present_value}"
                 )
-        for setting in ("spec", "closures"):
-            if getattr(saved[layer], setting) != getattr(old, setting):
-                raise ValueError(
-                    f"{path}: layer {layer!r} {setting}: saved "
-                    f"{getattr(saved[layer], setting)!r}, like has "
-                    f"{getattr(old, setting)!r}"
-                )
+
+
+def _described(state: CompiledState) -> dict[str, str]:
+    """The dtype and shape of every array of a state, and its settings, for a message."""
+    leaves = jax.tree_util.tree_leaves_with_path(dataclasses.replace(state, mark=None))
+    arrays = {
+        f"field {jax.tree_util.keystr(name)}": f"{leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in leaves
+    }
+    return {**arrays, "spec": repr(state.spec), "closures": repr(state.closures)}
 
 
 def _pack(value: Any, name: str, arrays: dict) -> Any:
-    """JSON for a tree of known dataclasses; arrays go to ``arrays`` under their path."""
+    """``value``, a tree of known dataclasses, as JSON; its arrays go to ``arrays`` by path."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (tuple, list)):
@@ -237,26 +217,25 @@ def _pack(value: Any, name: str, arrays: dict) -> Any:
     return {"array": name, "shape": list(array.shape), "dtype": str(array.dtype)}
 
 
-def _state(tree: Any, layer: str, arrays: Mapping, path) -> CompiledState:
-    """A layer's state from the header, checked as a whole."""
+def _state(tree: Any, layer: str, arrays: Mapping, path: Any) -> CompiledState:
+    """The state of one layer from its entry in the header, with its parts checked together."""
     try:
         state = _unpack(tree, layer, arrays)
         if not isinstance(state, CompiledState) or not isinstance(state.spec, SinkhornSpec):
             raise ValueError("holds no compiled state")
         check_closures(state.closures)
-        pair = state.closures == "none"
-        if not isinstance(state.predictor, DualPair if pair else Predictor):
+        both = state.predictor
+        if not isinstance(both, DualPair if state.closures == "none" else Predictor):
             raise ValueError(f"closures {state.closures!r} do not go with its predictor")
-        sides = (state.predictor.query, state.predictor.key) if pair else (state.predictor,)
-        for predictor in sides:
+        for predictor in (both.query, both.key) if isinstance(both, DualPair) else (both,):
             if isinstance(predictor.head, MLPHead):
                 continue
-            width = predictor.coefficients.shape[-1]
+            shape = predictor.coefficients.shape
             banks = [getattr(family, "directions", None) for family in predictor.features]
-            if None not in banks and sum(bank.shape[-2] for bank in banks) != width:
+            shapes = [bank.shape for bank in banks if bank is not None]
+            if len(shapes) == len(banks) and sum(s[-2] for s in shapes) != shape[-1]:
                 raise ValueError(
-                    f"coefficients of shape {predictor.coefficients.shape} do not fit directions "
-                    f"of shapes {[bank.shape for bank in banks]}"
+                    f"coefficients of shape {shape} do not fit directions of shapes {shapes}"
                 )
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: layer {layer!r}: {error}") from error
@@ -304,7 +283,7 @@ def _unpack(tree: Any, name: str, arrays: Mapping) -> Any:
 
 
 def _read(path: str) -> tuple[dict, dict]:
-    """Header and arrays; ValueError for whatever is not a whole file of this format."""
+    """Header and arrays; ValueError if the file is damaged or has another format."""
     with open(path, "rb") as file:
         data = io.BytesIO(file.read())
     try:
@@ -312,10 +291,10 @@ def _read(path: str) -> tuple[dict, dict]:
             arrays = {name: archive[name] for name in archive.files}
         header = json.loads(bytes(arrays.pop("header")).decode())
         known = header["magic"] == MAGIC
-    except Exception as error:  # zip, zlib, NumPy and JSON each raise their own
-        # NumPy advises to load pickles unsafely, which no file of ours holds.
+    except Exception as error:  # zip, zlib, NumPy and JSON raise different errors
+        # NumPy's message suggests allow_pickle=True, which is unsafe and would not help.
         reason = "not an archive" if "pickle" in str(error) else error
-        raise ValueError(f"{path}: not a whole asap_jax file ({reason})") from error
+        raise ValueError(f"{path}: not a complete asap_jax file ({reason})") from error
     if not known:
         raise ValueError(f"{path}: not an asap_jax file")
     kinds = dict(format=int, versions=dict, framework=str, teacher=dict, layers=dict)
@@ -330,33 +309,26 @@ def _read(path: str) -> tuple[dict, dict]:
     return header, arrays
 
 
-def _file_name(path) -> str:
+def _file_name(path: Any) -> str:
     checks.instance("path", path, (str, bytes, os.PathLike), "a path")
-    return os.fspath(path)
+    return os.fsdecode(path)
 
 
-def _write(path: str, data) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".")
+def _write(path: str, data: memoryview) -> None:
+    """Writes a new file and renames it to ``path``, so that ``path`` is never half written."""
+    temporary = pathlib.Path(f"{path}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _framework(teacher) -> str:
+def _framework(teacher: Any) -> str:
     if isinstance(teacher, nnx.Module):
         return "nnx"
     if isinstance(teacher, Mapping):

@@ -1,20 +1,22 @@
-"""Input checks: every message names the argument and what was given."""
+"""Input checks: every message names the argument and its wrong value."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+_T = TypeVar("_T")
+
 
 def describe(value: Any) -> str:
-    """A value in a message: its type, and the value itself where it is short."""
+    """The type of ``value``, for an error message; a number or a string with its value."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -22,10 +24,11 @@ def describe(value: Any) -> str:
     return f"{name} {value!r:.60}" if plain else name
 
 
-def instance(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raises TypeError unless ``value`` is of ``kind``, in messages ``wanted``."""
+def instance(name: str, value: Any, kind: type[_T] | tuple[type[_T], ...], expected: str) -> _T:
+    """``value`` if it has the type ``kind``; TypeError "must be ``expected``" otherwise."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {wanted}, got {describe(value)}")
+        raise TypeError(f"{name} must be {expected}, got {describe(value)}")
+    return value
 
 
 def items(name: str, value: Any) -> tuple:
@@ -39,8 +42,7 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> None:
     """Raises ValueError (TypeError for a traced value) unless ``value`` is a known name."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{name} must be static, got a traced value; mark it static or bind it "
-            f"with functools.partial before jit"
+            f"{name} must be static, got a traced value; bind it with functools.partial before jit"
         )
     if not isinstance(value, str) or value not in tuple(known):
         raise ValueError(f"{name}={value!r} is not known; known: {', '.join(map(repr, known))}")
@@ -83,10 +85,16 @@ def as_float(name: str, value: Any) -> float:
     shape = getattr(value, "shape", None)
     if shape == () and jnp.issubdtype(value.dtype, jnp.floating):
         return float(value)
-    raise TypeError(
-        f"{name} must be a real number, got {type(value).__name__}"
-        + (f" of shape {shape}" if shape else "")
-    )
+    wrong = type(value).__name__ + (f" of shape {shape}" if shape else "")
+    raise TypeError(f"{name} must be a real number, got {wrong}")
+
+
+def finite_float(name: str, value: Any) -> float:
+    """A finite Python float (ValueError otherwise)."""
+    number = as_float(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
 
 
 def positive_float(name: str, value: Any) -> float:
@@ -105,7 +113,7 @@ def non_negative_float(name: str, value: Any) -> float:
     return number
 
 
-def array(name: str, value: Any, dtype=None) -> jax.Array:
+def array(name: str, value: Any, dtype: Any = None) -> jax.Array:
     """``value`` as an array; TypeError for None, strings, ragged lists and other objects."""
     if value is None or isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be an array, got {describe(value)}")
@@ -113,6 +121,15 @@ def array(name: str, value: Any, dtype=None) -> jax.Array:
         return jnp.asarray(value, dtype)
     except (OverflowError, TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array, got {describe(value)}: {error}") from error
+
+
+def scalar(name: str, x: Any, dtype: Any, check: Callable[[str, Any], float]) -> jax.Array:
+    """A 0-d array of ``dtype`` from a number that passes ``check``, or from a traced scalar."""
+    if not isinstance(x, jax.core.Tracer):
+        return jnp.asarray(check(name, x), dtype)
+    if x.shape != ():
+        raise ValueError(f"{name} must be a scalar, got shape {x.shape}")
+    return real_array(name, x).astype(dtype)
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
@@ -137,7 +154,7 @@ def real_array(name: str, value: Any) -> jax.Array:
 
 
 def at_least_f32(array: jax.Array) -> jax.Array:
-    """``array`` in float32, or in float64 when it is given so."""
+    """``array`` in float32; a float64 array as it is."""
     return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
 
 
@@ -152,41 +169,44 @@ def broadcasts_to(name: str, shape: tuple, target_name: str, target: tuple) -> N
         raise ValueError(f"{name} of shape {shape} does not broadcast to {target_name} {target}")
 
 
-def heads_last_dim(q: jax.Array, k: jax.Array, q_name: str = "q", k_name: str = "k") -> None:
-    """Raises ValueError unless ``q (..., N, d)`` and ``k (..., M, d)`` differ in length alone."""
+def heads_last_dim(q: jax.Array, k: jax.Array) -> None:
+    """Raises ValueError unless ``q (..., N, d)`` and ``k (..., M, d)`` differ only in length."""
     if q.ndim < 2 or k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"{q_name} of shape {q.shape} and {k_name} of shape {k.shape} must be "
-            f"(..., length, head_dim) with equal leading axes and head_dim"
+            f"q of shape {q.shape} and k of shape {k.shape} must be (..., length, head_dim) with "
+            f"equal leading axes and head_dim"
         )
+
+
+def to_rank(name: str, x: jax.Array, shape: tuple) -> jax.Array:
+    """``x`` with axes of size 1 in front, to the rank of ``shape``, to which it must broadcast."""
+    axes = zip(x.shape[::-1], shape[::-1], strict=False)
+    if x.ndim > len(shape) or any(a not in (1, b) for a, b in axes):
+        raise ValueError(f"{name} of shape {x.shape} does not broadcast to {shape}")
+    return jax.lax.broadcast_to_rank(x, len(shape))
 
 
 def random_key(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is one JAX random key, typed or raw."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (shape == () if typed else dtype == jnp.uint32 and len(shape) == 1):
-        given = describe(value) if shape is None else f"an array of {dtype} and shape {shape}"
-        raise TypeError(f"{name} must be one JAX random key, got {given}")
+    if not (shape == () if typed else dtype == jnp.uint32 and np.ndim(value) == 1):
+        wrong = describe(value) if shape is None else f"an array of {dtype} and shape {shape}"
+        raise TypeError(f"{name} must be one JAX random key, got {wrong}")
 
 
 def validity(name: str, valid: Any, like: jax.Array) -> jax.Array:
     """``valid`` (bool or 0/1, broadcasting) as a bool array of the shape and sharding of ``like``.
 
-    All True when None. Raises TypeError if it is not an array, ValueError for another shape.
+    All True when None. Raises TypeError if it is not an array, ValueError if it does not broadcast.
     """
     every = jnp.ones_like(like, bool)
     if valid is None:
         return every
-    valid, shape = array(name, valid), like.shape
-    if valid.ndim > len(shape) or any(
-        a not in (1, b) for a, b in zip(valid.shape[::-1], shape[::-1], strict=False)
-    ):
-        raise ValueError(f"{name} of shape {valid.shape} does not broadcast to {shape}")
-    valid = valid.reshape((1,) * (len(shape) - valid.ndim) + valid.shape)
+    valid = to_rank(name, array(name, valid), like.shape)
     return every & (valid if valid.dtype == bool else valid != 0)
 
 
 def optional_validity(name: str, valid: Any, like: jax.Array) -> jax.Array | None:
-    """``validity``, but None stays None: what does not depend on it costs nothing then."""
+    """As ``validity``, but None stays None, so that an unmasked call does no masking."""
     return None if valid is None else validity(name, valid, like)

@@ -1,8 +1,8 @@
 """Masks, additive biases and the two validities.
 
 A mask has the rank of the scores ``(..., heads, N, M)`` with size-1 axes allowed; True or 1
-means "may attend". It is never turned into a finite number: a column normalisation would
-cancel any constant fill.
+means "may attend". Masked scores are -inf, never a finite number: a column normalisation would
+cancel any constant.
 """
 
 from __future__ import annotations
@@ -25,57 +25,48 @@ class Validity(NamedTuple):
     key: jax.Array
 
 
-def as_mask(mask, shape: tuple, name: str = "mask") -> jax.Array | None:
+def as_mask(mask: Any, shape: tuple) -> jax.Array | None:
     """A bool mask that broadcasts to the scores ``shape (..., N, M)``, or None.
 
     Accepts bool and 0/1 of any int or float dtype (Flax's mask makers return float32).
 
     Raises:
       ValueError: another rank, a shape that does not broadcast, or concrete values that are
-        neither 0 nor 1 (additive masks are given as ``bias``).
-      TypeError: a complex mask, or no array.
+        neither 0 nor 1. Pass an additive mask as ``bias`` instead.
+      TypeError: not an array, or a complex mask.
     """
     if mask is None:
         return None
-    array = checks.array(name, mask)
-    checks.broadcasts_to(name, array.shape, "scores", shape)
+    array = checks.array("mask", mask)
+    checks.broadcasts_to("mask", array.shape, "scores", shape)
     if array.dtype == bool:
         return array
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{name} must be bool or 0/1, got dtype {array.dtype}")
+        raise TypeError(f"mask must be bool or 0/1, got dtype {array.dtype}")
     if not isinstance(array, jax.core.Tracer) and not np.isin(np.asarray(array), (0, 1)).all():
         raise ValueError(
-            f"{name} of shape {array.shape} must hold only 0 and 1; give additive masks as bias"
+            f"mask of shape {array.shape} must hold only 0 and 1; give additive masks as bias"
         )
     return array != 0
 
 
-def as_bias(bias, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
-    """Splits an additive bias into (finite bias, mask of its entries that are not masked).
+def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
+    """Splits an additive bias into a finite bias and a mask, True where attention is allowed.
 
-    Entries <= -1e8, and the most negative finite value of a narrower dtype, count as masked.
-    Both results broadcast to the scores ``shape``. A bias whose values are known and mask
-    nothing gives no mask.
+    Entries <= -1e8 are masked, and so is the most negative finite value of a narrower dtype.
+    Both results broadcast to the scores ``shape``. The mask is None if the bias has concrete
+    values that mask nothing.
     """
     if bias is None:
         return None, None
     array = checks.real_array("bias", bias)
     checks.broadcasts_to("bias", array.shape, "scores", shape)
     limit = max(MASKED_BIAS, float(jnp.finfo(array.dtype).min))
-    known = not isinstance(array, jax.core.Tracer)
-    if known and not (np.asarray(array) <= limit).any():  # known also inside jit
+    concrete = not isinstance(array, jax.core.Tracer)  # a constant is concrete inside jit too
+    if concrete and not (np.asarray(array) <= limit).any():
         return array, None
     masked = array <= limit
     return jnp.where(masked, jnp.zeros_like(array), array), ~masked
-
-
-def split(bias: Any, mask: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
-    """The finite bias and the mask of one call, the entries that the bias masks among them.
-
-    Arguments and errors as ``as_bias`` and ``as_mask``.
-    """
-    bias, allowed = as_bias(bias, shape)
-    return bias, combine(as_mask(mask, shape), allowed)
 
 
 def combine(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
@@ -86,9 +77,9 @@ def combine(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def closure_validity(mask: jax.Array | None, shape: tuple) -> Validity | None:
-    """Tokens that take part in the marginals: a query with a key, a key with a query.
+    """The tokens in the marginals: queries with an allowed key, keys with an allowed query.
 
-    ``shape`` is that of the scores ``(..., N, M)``; None stands for "every token".
+    ``shape`` is that of the scores ``(..., N, M)``; None means every token.
     """
     if mask is None:
         return None
@@ -111,10 +102,10 @@ def log_key_target(key_mass: str, validity: Validity | None, shape: tuple, dtype
 
 
 def feature_validity(validity: Validity | None, padding: str) -> Validity | None:
-    """Tokens that carry features, centring and regression rows.
+    """The tokens used for features, centring and regression.
 
-    ``padding="self"`` with N = M: tokens active as query and as key (a masked key is a padded
-    token). Otherwise the validities of the closures.
+    ``padding="self"`` with N = M: tokens that are active both as query and as key, since a masked
+    key is a padded token. Otherwise the validities of the closures.
     """
     if validity is None or padding == "none":
         return validity
@@ -125,7 +116,7 @@ def feature_validity(validity: Validity | None, padding: str) -> Validity | None
 
 
 def masked_mean(x: jax.Array, valid: jax.Array | None, axis: int) -> jax.Array:
-    """Mean of ``x`` over ``axis`` (kept) where ``valid``; 0 where nothing is valid."""
+    """Mean of the valid entries of ``x`` over ``axis``, which keeps size 1; 0 if none is valid."""
     if valid is None:
         return x.mean(axis, keepdims=True)
     total = jnp.where(valid, x, jnp.zeros_like(x)).sum(axis, keepdims=True)
@@ -134,17 +125,17 @@ def masked_mean(x: jax.Array, valid: jax.Array | None, axis: int) -> jax.Array:
 
 
 def token_mean(x: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Mean over the valid tokens of ``x (..., N, d)``, ``(..., 1, d)``; ``valid (..., N)``."""
+    """Mean ``(..., 1, d)`` of the tokens ``x (..., N, d)`` where ``valid (..., N)``."""
     return masked_mean(x, None if valid is None else valid[..., None], -2)
 
 
 def center(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
-    """The zero-mean projection Pi_0 over the last axis, mean taken over ``valid`` entries."""
+    """``x`` minus the mean of its ``valid`` entries over the last axis (the projection Pi_0)."""
     return x - masked_mean(x, valid, -1)
 
 
 def zero_inactive(x: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """``x (..., N, d)`` with the rows of inactive tokens set to 0, so nothing in them spreads."""
+    """``x (..., N, d)`` with inactive tokens set to 0, so that a NaN there does not spread."""
     if valid is None:
         return x
     return jnp.where(valid[..., None], x, jnp.zeros_like(x))

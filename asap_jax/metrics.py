@@ -1,19 +1,24 @@
 """Fidelity and balance of attention weights and outputs.
 
 Weights are ``(..., heads, N, M)`` on attention scale. Functions of two arguments take the
-approximation first and the reference second. A *case* is one held-out batch at one layer.
+approximation first and the reference second.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from asap_jax import checks
 from asap_jax.scores import accumulation_dtype
 
 
-def attention_rel_l2(weights, reference, *, pooled: bool = False) -> jax.Array:
+def attention_rel_l2(
+    weights: ArrayLike, reference: ArrayLike, *, pooled: bool = False
+) -> jax.Array:
     """``|A_hat - A|_F / |A|_F`` over a batch, mean over heads (one norm if ``pooled``).
 
     Args:
@@ -23,7 +28,7 @@ def attention_rel_l2(weights, reference, *, pooled: bool = False) -> jax.Array:
     Returns:
       A scalar.
     """
-    a, b = _pair("weights", weights, "reference", reference, 2)
+    a, b = _pair("weights", weights, reference, 2)
     head = a.ndim - 3
     pooled = checks.static_bool("pooled", pooled)
     axes = None if pooled else tuple(i for i in range(a.ndim) if i != head)
@@ -31,51 +36,55 @@ def attention_rel_l2(weights, reference, *, pooled: bool = False) -> jax.Array:
     return jnp.mean(norm(a - b) / norm(b))
 
 
-def output_rmse(output, reference, *, query_valid=None) -> jax.Array:
+def output_rmse(
+    output: ArrayLike, reference: ArrayLike, *, query_valid: ArrayLike | None = None
+) -> jax.Array:
     """Root mean square difference of head outputs ``(..., N, heads, head_dim)``.
 
     ``query_valid`` (bool, broadcasting to ``(..., N)``) restricts the mean to those queries.
     """
-    a, b = _pair("output", output, "reference", reference, 3)
+    a, b = _pair("output", output, reference, 3)
     valid = checks.validity("query_valid", query_valid, a[..., 0, 0])[..., None, None]
     square = jnp.where(valid, jnp.square(a - b), jnp.zeros_like(a))
     count = valid.sum(dtype=a.dtype) * (a.shape[-1] * a.shape[-2])
     return jnp.sqrt(square.sum() / count)
 
 
-def row_error(weights, query_valid=None) -> jax.Array:
+def row_error(weights: ArrayLike, query_valid: ArrayLike | None = None) -> jax.Array:
     """Mean ``|row sum - 1|`` over all queries, or over ``query_valid`` (paper, e_row)."""
     return _marginal_error(weights, -1, query_valid, "query_valid", 1.0)
 
 
-def column_error(weights, key_valid=None, target=1.0) -> jax.Array:
+def column_error(
+    weights: ArrayLike, key_valid: ArrayLike | None = None, target: ArrayLike = 1.0
+) -> jax.Array:
     """Mean ``|column sum - target|`` over all keys, or over ``key_valid`` (paper, e_col).
 
-    ``target`` is a number or broadcasts to ``(..., M)`` (the balanced target N / M, say).
+    ``target`` is a number or broadcasts to ``(..., M)``; the balanced target is N / M.
     """
     return _marginal_error(weights, -2, key_valid, "key_valid", target)
 
 
-def agreement(logits, reference) -> jax.Array:
-    """Share of examples whose largest logit agrees; logits ``(..., classes)``."""
-    a, b = _pair("logits", logits, "reference", reference, 1)
+def agreement(logits: ArrayLike, reference: ArrayLike) -> jax.Array:
+    """Fraction of examples with the same class predicted; logits ``(..., classes)``."""
+    a, b = _pair("logits", logits, reference, 1)
     return jnp.mean(a.argmax(-1) == b.argmax(-1), dtype=jnp.float32)
 
 
-def plan_kl(weights, reference) -> jax.Array:
+def plan_kl(weights: ArrayLike, reference: ArrayLike) -> jax.Array:
     """Generalised ``KL(P || P_hat)`` of plans ``P = A / N``, reference to approximation.
 
     Mean over the leading axes. 0 log 0 = 0; infinite where the reference has mass and the
     approximation none.
     """
-    a, b = _pair("weights", weights, "reference", reference, 2)
+    a, b = _pair("weights", weights, reference, 2)
     size = a.shape[-2]
     safe = lambda x: jnp.where(b > 0, x, jnp.ones_like(x))
     terms = b * (jnp.log(safe(b)) - jnp.log(safe(a))) - b + a
     return jnp.mean(jnp.sum(terms, (-1, -2)) / size)
 
 
-def entropy(weights, query_valid=None) -> jax.Array:
+def entropy(weights: ArrayLike, query_valid: ArrayLike | None = None) -> jax.Array:
     """Mean entropy of the normalised rows, in nats; rows without mass count as 0."""
     a = _weights("weights", weights)
     total = a.sum(-1, keepdims=True)
@@ -84,38 +93,31 @@ def entropy(weights, query_valid=None) -> jax.Array:
     return _valid_mean(h, query_valid, "query_valid")
 
 
-def _marginal_error(weights, axis, valid, name, target):
+def _marginal_error(weights: Any, axis: int, valid: Any, name: str, target: Any) -> jax.Array:
     sums = _weights("weights", weights).sum(axis)
-    target = checks.array("target", target, sums.dtype)
-    if target.ndim:
-        try:
-            target = jnp.broadcast_to(target, sums.shape)
-        except ValueError:
-            raise ValueError(
-                f"target of shape {target.shape} does not broadcast to {sums.shape}"
-            ) from None
+    target = checks.to_rank("target", checks.array("target", target, sums.dtype), sums.shape)
     return _valid_mean(jnp.abs(sums - target), valid, name)
 
 
-def _valid_mean(x, valid, name):
+def _valid_mean(x: jax.Array, valid: Any, name: str) -> jax.Array:
     keep = checks.validity(name, valid, x)
     return jnp.where(keep, x, jnp.zeros_like(x)).sum() / keep.sum(dtype=x.dtype)
 
 
-def _weights(name, weights):
+def _weights(name: str, weights: Any) -> jax.Array:
     a = checks.at_least_f32(checks.real_array(name, weights))
     if a.ndim < 2:
         raise ValueError(f"{name} of shape {a.shape} must be (..., heads, N, M)")
     return a
 
 
-def _pair(a_name, a, b_name, b, min_rank):
-    a = checks.at_least_f32(checks.real_array(a_name, a))
-    b = checks.at_least_f32(checks.real_array(b_name, b))
+def _pair(name: str, a: Any, reference: Any, min_rank: int) -> tuple[jax.Array, jax.Array]:
+    a = checks.at_least_f32(checks.real_array(name, a))
+    b = checks.at_least_f32(checks.real_array("reference", reference))
     if a.shape != b.shape or a.ndim < min_rank:
         raise ValueError(
-            f"{a_name} of shape {a.shape} and {b_name} of shape {b.shape} must be "
-            f"equal in shape, with at least {min_rank} axes"
+            f"{name} of shape {a.shape} and reference of shape {b.shape} must be equal in shape, "
+            f"with at least {min_rank} axes"
         )
     dtype = accumulation_dtype(a, b)
     return a.astype(dtype), b.astype(dtype)

@@ -1,7 +1,7 @@
-"""One attention call as per-head problems: layout, dtypes, and the masks worked out once.
+"""One attention call as per-head problems, with layout, dtypes and masks resolved.
 
-Attention functions take Flax's layout ``(..., length, heads, head_dim)``; everything behind
-them works on ``(..., heads, length, head_dim)``.
+Attention functions take Flax's layout ``(..., length, heads, head_dim)``; the rest of the library
+works on ``(..., heads, length, head_dim)``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.scores import squared_norm
+from asap_jax.scores import resolve_scale, squared_norm
 
 
 class Tokens(NamedTuple):
-    """The tokens of both sides as features take them, the side to predict first.
+    """The input of features: ``own`` are the tokens of the side to predict, ``other`` the rest.
 
-    ``own (..., N, d)``, ``other (..., M, d)``; ``scale`` is the score scale; the validities
-    ``(..., N)`` and ``(..., M)``, or None where every token counts.
+    ``own (..., N, d)``, ``other (..., M, d)``; ``scale`` is the score scale. The validities are
+    bool, ``(..., N)`` and ``(..., M)``, or None if every token is valid.
     """
 
     own: jax.Array
@@ -30,11 +30,11 @@ class Tokens(NamedTuple):
     other_valid: jax.Array | None
 
     def swapped(self) -> Tokens:
-        """The other side first."""
+        """The same tokens with the two sides exchanged."""
         return Tokens(self.other, self.own, self.scale, self.other_valid, self.own_valid)
 
     def shift(self) -> jax.Array:
-        """From score to cost coordinates on the own side, ``(..., N)``, see ``query_shift``."""
+        """The shift ``(..., N)`` from score to cost coordinates, as ``query_shift`` of ``own``."""
         return 0.5 * self.scale * squared_norm(self.own)
 
 
@@ -42,14 +42,12 @@ class Tokens(NamedTuple):
 class Problem:
     """One attention call, per head: axes ``(..., heads, tokens, ...)``.
 
-    A pytree, so a group of its problems is a Problem again.
-
     Attributes:
-      q ``(..., H, N, d)``, k ``(..., H, M, d)``, v ``(..., H, M, d_v)``: float32 at least, rows
-        of inactive tokens set to 0. v is None where nothing is mixed.
-      bias: broadcasts to the scores, 0 at masked places, or None.
-      mask: bool, broadcasting to the scores, or None.
-      validity: the tokens that take part in the marginals, or None for "all".
+      q ``(..., H, N, d)``, k ``(..., H, M, d)``, v ``(..., H, M, d_v)``: float32 at least, with
+        inactive tokens set to 0. v is None where only weights are computed.
+      bias: broadcasts to the scores, 0 at masked entries, or None.
+      mask: bool, broadcasts to the scores, or None.
+      validity: the tokens that take part in the marginals; None if all do.
       scale: the score scale.
       dtype: dtype of the output.
       precision: matmul precision of the scores and of the product with the values.
@@ -66,13 +64,19 @@ class Problem:
     precision: Any = flax.struct.field(pytree_node=False, default=None)
 
     @property
+    def values(self) -> jax.Array:
+        """``v``, of a problem that has values."""
+        assert self.v is not None
+        return self.v
+
+    @property
     def score_shape(self) -> tuple[int, ...]:
         """``(..., H, N, M)``."""
         return (*self.q.shape[:-1], self.k.shape[-2])
 
     @property
     def scores(self) -> jax.Array:
-        """``(..., H, N, M)``: with the bias, finite entries at masked places too."""
+        """Scores with the bias, ``(..., H, N, M)``; the mask is not applied."""
         product = jnp.einsum("...nd,...md->...nm", self.q, self.k, precision=self.precision)
         s = self.scale * product
         return s if self.bias is None else s + self.bias.astype(s.dtype)
@@ -83,15 +87,15 @@ class Problem:
         return kernel if self.mask is None else jnp.where(self.mask, kernel, -jnp.inf)
 
     def active(self, side: str) -> jax.Array:
-        """Tokens of ``side`` that take part, ``(..., H, N or M)``; ``()`` where all do."""
+        """Which tokens of ``side`` take part, ``(..., H, N or M)``; a scalar True if all do."""
         return jnp.bool_(True) if self.validity is None else getattr(self.validity, side)
 
     def log_key_target(self, key_mass: str) -> jax.Array:
-        """Log of the column target, attention scale: ``()``, or ``(..., 1)`` under a mask."""
+        """Log of the column target, see ``masks.log_key_target``."""
         return masks.log_key_target(key_mass, self.validity, self.score_shape, self.q.dtype)
 
     def tokens(self, side: str, padding: str) -> Tokens:
-        """Both sides' tokens, those of ``side`` first; ``padding`` says which carry features."""
+        """The tokens with ``side`` as ``own``, valid where ``padding`` says they carry features."""
         q_valid, k_valid = masks.feature_validity(self.validity, padding) or (None, None)
         tokens = Tokens(self.q, self.k, self.scale, q_valid, k_valid)
         return tokens if side == "query" else tokens.swapped()
@@ -108,17 +112,18 @@ def make_problem(
     dtype: Any = None,
     precision: Any = None,
 ) -> Problem:
-    """Checks the arrays of one attention call and brings them to per-head form.
+    """Checks the arrays of one attention call and converts them to a Problem.
 
     Raises:
-      ValueError: ranks, lengths, head counts, masks or biases that do not fit.
+      ValueError: ranks, lengths, head counts, masks or biases that do not fit, ``scale <= 0``.
       TypeError: dtypes that are not real floating.
     """
     query, key, value = promote(query, key, value, dtype=dtype)
     key, value = match_heads(query, key, value)
     q, k, v = [jnp.swapaxes(checks.at_least_f32(x), -2, -3) for x in (query, key, value)]
     shape = (*q.shape[:-1], k.shape[-2])
-    bias, mask = masks.split(bias, mask, shape)
+    bias, allowed = masks.as_bias(bias, shape)
+    mask = masks.combine(masks.as_mask(mask, shape), allowed)
     validity = masks.closure_validity(mask, shape)
     if validity is not None:
         q = masks.zero_inactive(q, validity.query)
@@ -126,14 +131,14 @@ def make_problem(
         v = masks.zero_inactive(v, validity.key)
         if bias is not None:
             bias = jnp.where(mask, bias, jnp.zeros_like(bias))
-    scale = 1.0 / q.shape[-1] ** 0.5 if scale is None else scale
+    scale = resolve_scale(scale, q.shape[-1])
     return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision)
 
 
 def promote(
     query: Any, key: Any, value: Any, *, dtype: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The three inputs in one real floating dtype (``dtype`` if given)."""
+    """The three inputs in one real floating dtype: ``dtype``, or their common one if None."""
     query = checks.real_array("query", query)
     key = checks.real_array("key", key)
     value = checks.real_array("value", value)
@@ -144,8 +149,10 @@ def promote(
     return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
-def match_heads(query, key, value) -> tuple[jax.Array, jax.Array]:
-    """Checks shapes and repeats grouped key/value heads up to the query heads."""
+def match_heads(
+    query: jax.Array, key: jax.Array, value: jax.Array, group: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Checks shapes; repeats ``group`` key and value heads at a time up to the query heads."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
         raise ValueError(
@@ -167,4 +174,11 @@ def match_heads(query, key, value) -> tuple[jax.Array, jax.Array]:
     repeats = query.shape[-2] // key.shape[-2]
     if repeats == 1:
         return key, value
-    return jnp.repeat(key, repeats, axis=-2), jnp.repeat(value, repeats, axis=-2)
+
+    def repeat(x):
+        if group == 1:
+            return jnp.repeat(x, repeats, axis=-2)
+        groups = x.reshape(*x.shape[:-2], -1, group, x.shape[-1])
+        return jnp.repeat(groups, repeats, axis=-3).reshape(*x.shape[:-2], -1, x.shape[-1])
+
+    return repeat(key), repeat(value)

@@ -1,13 +1,13 @@
 """What a Sinkhorn layer records while calibrating, and the state that compiles it.
 
-Shared by the linen and nnx adapters: the same records and the same state under both. Below them,
-what is done with one record: its problem, its layers under a scan, its checks.
+The linen and nnx adapters share these classes and the functions on one record.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ SHARED_INSTANCE = (
 
 
 def stack_mark(stack: tuple[int, ...]) -> jax.Array:
-    """The ``mark`` of a stack of layers; of floating dtype, since states are differentiated."""
+    """The ``mark`` of a stack of layers; floating, because states are differentiated."""
     return jnp.zeros(stack, jnp.float32)
 
 
@@ -42,9 +42,9 @@ class Record:
     Attributes:
       query ``(..., N, H, d)``, key ``(..., M, H, d)``, value ``(..., M, H, d_v)``.
       bias, mask: rank of the scores, or None.
-      mark: 0 inside the layer. It has no axis, so a scan can stack records along axis 0 only.
+      mark: 0-d inside the layer, so that a scan can stack records along axis 0 only.
       spec: the layer's convention.
-      ndim: rank of ``query`` inside the layer; further leading axes were added by a scan.
+      ndim: rank of ``query`` inside the layer; a scan adds leading axes.
     """
 
     query: jax.Array
@@ -66,12 +66,12 @@ class Record:
         mask: jax.Array | None,
         spec: SinkhornSpec,
     ) -> Record:
-        """Records one call as it was made."""
+        """The record of one call."""
         return cls(query, key, value, bias, mask, stack_mark(()), spec=spec, ndim=query.ndim)
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """Sizes of the layer axes that a scan put in front."""
+        """Sizes of the leading axes that scans over layers added."""
         return self.query.shape[: self.query.ndim - self.ndim]
 
     @property
@@ -80,21 +80,21 @@ class Record:
         return self.query, self.key, self.value, self.bias, self.mask
 
     def with_padding(self, padding: str | None) -> Record:
-        """The record with another ``padding`` in its spec; itself for None."""
-        return self.replace(spec=self.spec.with_padding(padding))
+        """The record with this ``padding`` in its spec; the same for None."""
+        return dataclasses.replace(self, spec=self.spec.with_padding(padding))
 
 
 @flax.struct.dataclass
 class CompiledState:
-    """State whose presence makes a SinkhornAttention module run the compiled operator.
+    """The state with which a SinkhornAttention module runs the compiled operator.
 
     Attributes:
-      predictor: the fitted predictor (a DualPair for closures ``"none"``); a leading axis on
-        every array under scan.
-      spec: the teacher's convention that it was fitted to.
+      predictor: the fitted predictor (a DualPair for closures ``"none"``); under a scan every
+        array has a leading layer axis.
+      spec: the teacher's convention to which it was fitted.
       closures: ``"one_sided"``, ``"two_sided"``, ``"none"`` or an int, see ``asap_attention``.
-      mark: zeros of the stack's shape, 0-d inside a layer (None where nothing is known): it can be
-        sliced along axis 0 only, and a stack that the scan did not slice is detected.
+      mark: zeros of the stack's shape, so 0-d inside a layer. ``check`` reads it to detect a stack
+        that no scan sliced along axis 0; None skips that check.
       probe: nonzero while a compile checks that every layer switches, to force a fresh trace.
     """
 
@@ -122,14 +122,14 @@ _probes = itertools.count(1)
 
 
 def fresh_probe() -> int:
-    """A number that no trace has seen."""
+    """A new value of ``CompiledState.probe``, one that no cached trace has."""
     return next(_probes)
 
 
 class Observer:
-    """Paths of the layers that ran while an ``observe`` block was open, by what they did."""
+    """Paths of the layers that ran inside an ``observe`` block, by what they did."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.recorded: dict[str, None] = {}
         self.unrecorded: dict[str, None] = {}
         self.compiled: dict[str, None] = {}
@@ -142,7 +142,7 @@ _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def observe() -> Iterator[Observer]:
-    """Notes, at trace time, which layers record and which run compiled."""
+    """Collects, at trace time, which layers record and which run compiled."""
     observer = Observer()
     token = _observer.set(observer)
     try:
@@ -152,7 +152,7 @@ def observe() -> Iterator[Observer]:
 
 
 def note(kind: str, path: str) -> None:
-    """Tells an open ``observe`` block that the layer at ``path`` did ``kind``."""
+    """Adds ``path`` to the ``kind`` of an open ``observe`` block."""
     observer = _observer.get()
     if observer is not None:
         getattr(observer, kind)[path] = None
@@ -165,13 +165,12 @@ def problem(record: Record) -> Problem:
 
 def call(record: Record, function: Callable[..., Any], **settings: Any) -> tuple[jax.Array, ...]:
     """Output and weights of an attention function on a record, in float32 at least."""
-    query, key, value, bias, mask = record.tokens
-    query, key, value = (checks.at_least_f32(x) for x in (query, key, value))
-    return function(query, key, value, bias, mask, return_weights=True, **settings)
+    tokens = (checks.at_least_f32(x) for x in (record.query, record.key, record.value))
+    return function(*tokens, record.bias, record.mask, return_weights=True, **settings)
 
 
 def over_stack(function: Callable[..., Any], record: Record, *rest: Any) -> Any:
-    """``function(record, *rest)``, mapped one by one over the layer axes of a stacked record."""
+    """``function(record, *rest)``; for a stacked record, on one layer after the other."""
     if not record.stack:
         return function(record, *rest)
     inner = lambda args: over_stack(function, *args)
@@ -188,7 +187,7 @@ def unstack(record: Record) -> list[Record]:
 
 
 def check_mask(record: Record, path: str, where: str) -> None:
-    """Raises ValueError for a mask with other values than 0 and 1."""
+    """Raises ValueError for a mask with values that are neither 0 nor 1."""
     if record.mask is None:
         return
     mask = np.asarray(record.mask)
@@ -200,7 +199,7 @@ def check_mask(record: Record, path: str, where: str) -> None:
 
 
 def split_batch(batch: Any) -> tuple[tuple, dict]:
-    """A batch as call arguments: a tuple as ``*batch``, a dict as ``**batch``, else one array."""
+    """A batch as ``(args, kwargs)``: from a tuple, a dict, or a single array."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
@@ -209,7 +208,7 @@ def split_batch(batch: Any) -> tuple[tuple, dict]:
 
 
 def group_by_path(tree: Mapping, leaf_type: type, prefix: tuple = ()) -> dict[str, Any]:
-    """Flattens nested mappings to ``"a/b/c" -> leaf`` for leaves of ``leaf_type``."""
+    """Flattens nested mappings to ``{"a/b": leaf}``, for ``tree["a"]["b"][name] = leaf``."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, leaf_type):

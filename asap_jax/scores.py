@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from asap_jax import checks, masks
 
@@ -15,19 +17,26 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if scale is None else checks.positive_float("scale", scale)
 
 
-def scores(q, k, *, scale: float | None = None, bias=None, precision=None) -> jax.Array:
+def scores(
+    q: ArrayLike,
+    k: ArrayLike,
+    *,
+    scale: float | None = None,
+    bias: ArrayLike | None = None,
+    precision: Any = None,
+) -> jax.Array:
     """Scores ``s_ij = scale <q_i, k_j> + bias_ij`` (paper, eq. scaled_dot_product_score).
 
     Args:
       q: queries ``(..., N, d)``.
       k: keys ``(..., M, d)``.
       scale: > 0; ``1 / sqrt(d)`` when None.
-      bias: additive, of the rank of the scores and broadcasting to them; entries <= -1e8 count as
-        masked and give -inf.
+      bias: additive, with the rank of the scores, and broadcasts to them; entries <= -1e8 are
+        masked and give the score -inf.
       precision: matmul precision, as in ``jax.lax.Precision``.
 
     Returns:
-      ``(..., N, M)`` in float32, or float64 when q or k is.
+      ``(..., N, M)`` in float32; in float64 if q or k is float64.
 
     Raises:
       TypeError: a dtype that is not real floating.
@@ -39,27 +48,25 @@ def scores(q, k, *, scale: float | None = None, bias=None, precision=None) -> ja
     s = resolve_scale(scale, q.shape[-1]) * jnp.einsum(
         "...nd,...md->...nm", q.astype(dtype), k.astype(dtype), precision=precision
     )
-    if bias is None:
-        return s
-    bias, allowed = masks.as_bias(bias, s.shape)
-    s = s + bias.astype(dtype)
+    finite, allowed = masks.as_bias(bias, s.shape)
+    if finite is not None:
+        s = s + finite.astype(dtype)
     return s if allowed is None else jnp.where(allowed, s, -jnp.inf)
 
 
 def largest_score(
     q: jax.Array, k: jax.Array, scale: float, bias: jax.Array | None = None
 ) -> jax.Array:
-    """A bound on the size of every score, ``()``, by Cauchy-Schwarz: no score is computed."""
+    """An upper bound ``()`` of all ``|scores|``, by Cauchy-Schwarz from the norms of q and k."""
     longest = lambda x: jnp.sqrt(jnp.max(squared_norm(x), -1, initial=0))
     bound = jnp.max(longest(q) * longest(k), initial=0) * scale
     return bound if bias is None else bound + jnp.max(jnp.abs(bias), initial=0)
 
 
-def query_shift(q, *, scale: float | None = None) -> jax.Array:
+def query_shift(q: ArrayLike, *, scale: float | None = None) -> jax.Array:
     """The shift ``rho_i = scale |q_i|^2 / 2`` of shape ``(..., N)`` (paper, eq. quadratic cost).
 
-    Cost-coordinate duals are score-coordinate duals plus this shift; the keys' kappa is the
-    same function of k.
+    A cost-coordinate dual is the score-coordinate dual plus this shift. For the key side, pass k.
     """
     q = checks.at_least_f32(checks.real_array("q", q))
     if q.ndim == 0:
@@ -68,14 +75,14 @@ def query_shift(q, *, scale: float | None = None) -> jax.Array:
 
 
 def squared_norm(x: jax.Array) -> jax.Array:
-    """``|x_i|^2`` of ``x (..., d)``: ``(...)``.
+    """``|x|^2`` of vectors ``x (..., d)``: ``(...)``.
 
-    As a product: ``sum(x * x)`` of an array with other uses can take XLA's CPU code several times
-    as long.
+    A matrix product, because ``sum(x * x)`` can be several times slower on XLA's CPU backend when
+    ``x`` has other uses.
     """
     return jnp.einsum("...d,...d->...", x, x, precision=jax.lax.Precision.HIGHEST)
 
 
-def accumulation_dtype(*arrays: jax.Array):
+def accumulation_dtype(*arrays: jax.Array) -> Any:
     """float64 if any of the arrays is float64, float32 otherwise."""
     return jnp.float64 if any(a.dtype == jnp.float64 for a in arrays) else jnp.float32

@@ -1,4 +1,4 @@
-"""The teacher's finite-budget convention, as one hashable value."""
+"""The settings of a finite-budget Sinkhorn layer, as one hashable value."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ PADDINGS = ("self", "none")
 class SinkhornSpec:
     """Settings of one finite-budget Sinkhorn attention layer (paper, Background).
 
-    The spec is frozen, hashable and registered as a static pytree, so it may be passed
-    straight through ``jax.jit`` without being marked static.
+    Frozen, hashable and a static pytree: ``jax.jit`` takes it without ``static_argnames``.
 
     Attributes:
       num_steps: S >= 1, the number of half-normalisations, rows first. S = 1 is row softmax;
         odd S ends on rows, even S on columns. There is no early stop.
       epsilon: entropic regularisation > 0; the kernel is ``exp(scores / epsilon)``.
       key_mass: target column sum of every active key, attention scale. ``"balanced"``: active
-        queries / active keys, so both marginals can hold; ``"unit"``: 1, the paper's
+        queries / active keys, so that both marginals can hold; ``"unit"``: 1, the paper's
         padded-text convention.
-      padding: which tokens carry features and regression rows. ``"self"``: tokens active as
-        query and as key (self-attention); ``"none"``: active queries (cross-attention).
-        Lengths that differ are always treated as ``"none"``.
+      padding: which tokens are used for features and regression. ``"self"`` (self-attention):
+        tokens active as query and as key; ``"none"`` (cross-attention): every active query and
+        key. Unequal numbers of queries and keys are always treated as ``"none"``.
       scale: score scale > 0, or None for ``1 / sqrt(head_dim)``.
 
     Raises:
@@ -54,7 +53,7 @@ class SinkhornSpec:
         checks.one_of("padding", self.padding, PADDINGS)
 
     def with_padding(self, padding: str | None) -> SinkhornSpec:
-        """The spec with another ``padding``; itself for None."""
+        """The spec with this ``padding``; the same spec for None."""
         return self if padding is None else dataclasses.replace(self, padding=padding)
 
     @property
@@ -63,7 +62,7 @@ class SinkhornSpec:
         return "row" if self.num_steps % 2 else "column"
 
     def side_before_end(self, before_end: int) -> str:
-        """Side (``"query"`` or ``"key"``) of the dual ``before_end`` half-steps before the end."""
+        """``"query"`` or ``"key"``: which dual step ``num_steps - before_end`` computes."""
         return "query" if (self.num_steps - before_end) % 2 else "key"
 
     def score_scale(self, head_dim: int) -> float:

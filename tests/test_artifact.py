@@ -439,7 +439,7 @@ def test_a_truncated_file_is_refused(saved, share):
     path, variables = saved
     whole = path.read_bytes()
     path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(ValueError, match=f"{path.name}: not a whole asap_jax file"):
+    with pytest.raises(ValueError, match=f"{path.name}: not a complete asap_jax file"):
         aj.load(path, like=variables)
 
 
@@ -491,7 +491,7 @@ def test_a_refused_file_is_closed(saved):
     path, variables = saved
     path.write_bytes(path.read_bytes()[:-40])
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-    with pytest.raises(ValueError, match="not a whole asap_jax file") as error:
+    with pytest.raises(ValueError, match="not a complete asap_jax file") as error:
         aj.load(path, like=variables)
     if before is not None:
         assert len(os.listdir("/proc/self/fd")) == before
@@ -579,7 +579,7 @@ def test_coefficients_of_a_shape_that_does_not_match_the_features_are_refused(sa
 # ------------------------------------------------------------------------------------ writing once
 
 
-@pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
+@pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_failed_write_leaves_the_old_file_unchanged(saved, monkeypatch, step):
     path, variables = saved
     before = path.read_bytes()

@@ -1,14 +1,13 @@
-"""Squared-Euclidean transport cost, brought to the dot-product scores of the library.
+"""Squared-Euclidean transport cost as dot-product scores and a bias.
 
 With ``C_ij = scale |q_i - k_j|^2 / 2`` the kernel ``exp(-C / epsilon)`` is that of the scores
 
   -C_ij = scale q_i . k_j - scale |q_i|^2 / 2 - scale |k_j|^2 / 2.
 
-The query term multiplies a row of the kernel by a constant, which the first half-step, a row
-normalisation, takes out again: it is dropped, and every later dual on the query side stays in
-the library's score coordinates (cost dual = score dual + rho). The key term is not constant
-along a row, so it changes every finite budget: it is kept, as a bias on the keys. On unit
-vectors it is one constant for all keys, which the first row step takes out as well.
+The query term is constant along each row, so the first half-step, a row normalisation, cancels it.
+It is left out; later query duals are then in score coordinates (cost dual = score dual + rho). The
+key term changes the plan of any finite number of steps, so it becomes a bias on the keys. For unit
+vectors it is the same for all keys, and the first row step cancels it too.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from asap_jax import checks
 from asap_jax.scores import query_shift
 
 
 class CostInputs(NamedTuple):
-    """Inputs of an attention function: query, key and bias (None, or ``(..., heads, 1, M)``)."""
+    """Query, key and bias for an attention function; the bias is None or ``(..., heads, 1, M)``."""
 
     query: jax.Array
     key: jax.Array
@@ -31,7 +31,7 @@ class CostInputs(NamedTuple):
 
 
 def squared_euclidean_inputs(
-    query, key, *, scale: float | None = None, normalize: bool = True
+    query: ArrayLike, key: ArrayLike, *, scale: float | None = None, normalize: bool = True
 ) -> CostInputs:
     """Attention inputs whose plan is that of the cost ``scale |q_i - k_j|^2 / 2``.
 
@@ -41,14 +41,14 @@ def squared_euclidean_inputs(
       query, key, bias = squared_euclidean_inputs(query, key)
       out = sinkhorn_attention(query, key, value, bias, mask, spec=spec)
 
-    A bias of your own is added to ``bias``. ``scale=2`` is the cost ``|q_i - k_j|^2``.
+    Add any other bias to ``bias``. ``scale=2`` is the cost ``|q_i - k_j|^2``.
 
     Args:
       query: ``(..., N, heads, head_dim)``.
-      key: ``(..., M, heads, head_dim)``; fewer heads that divide those of the query are allowed.
-      scale: > 0, that of the spec; ``1 / sqrt(head_dim)`` when None.
-      normalize: static; first bring every query and key to unit length (the convention of the
-        paper's fused control). A zero vector stays zero and counts as one of unit length.
+      key: ``(..., M, heads, head_dim)``; its number of heads may divide that of the query.
+      scale: > 0, the same as in the spec; ``1 / sqrt(head_dim)`` when None.
+      normalize: static; first scale every query and key to unit length (the convention of the
+        paper's fused control). A zero vector stays zero and is treated like one of unit length.
 
     Returns:
       CostInputs: query and key in their own dtypes; ``bias`` is None if ``normalize``, else
@@ -76,12 +76,9 @@ def squared_euclidean_inputs(
 
 
 def unit_tokens(x: jax.Array) -> jax.Array:
-    """``x (..., d)`` with every vector at unit length; zero vectors stay zero, gradients finite.
-
-    Computed in float32 at least and returned in the dtype of ``x``. Vectors are divided by their
-    largest entry first, so that their squares neither overflow nor vanish.
-    """
+    """Vectors ``x (..., d)`` scaled to unit length; zero vectors stay zero, gradients finite."""
     wide = checks.at_least_f32(x)
+    # Divide by the largest entry first, so that squares neither overflow nor underflow.
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(wide), axis=-1, keepdims=True))
     zero = largest == 0
     wide = wide / jnp.where(zero, jnp.ones_like(largest), largest)

@@ -1,7 +1,7 @@
-"""The one declaration of what Flax passes an attention function.
+"""The arguments that Flax passes to an attention function, declared once.
 
-``flax.linen`` reads the signature of an ``attention_fn`` and passes only the keywords it names, so
-a ``**kwargs`` function would silently lose masks and dropout. ``attention_function`` and
+``flax.linen`` passes only those keywords that the signature of an ``attention_fn`` names, so a
+function with ``**kwargs`` would silently lose masks and dropout. ``attention_function`` and
 ``attention_method`` give a function of one ``Call`` the full signature.
 """
 
@@ -23,7 +23,7 @@ Result = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class AttentionFunction(Protocol):
-    """What a static type checker sees; the keywords are those of ``Call``."""
+    """The type of an attention function, with the keywords of ``Call``."""
 
     core: Callable[..., Result]
 
@@ -48,25 +48,12 @@ class AttentionFunction(Protocol):
         attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
         **own: Any,
     ) -> Result:
-        """``own`` are the function's own keywords; others raise TypeError."""
+        """``own`` are the keywords of this function; others raise TypeError."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one attention call, as Flax passes them.
-
-    Attributes:
-      query: ``(..., N, heads, head_dim)``.
-      key: ``(..., M, heads, head_dim)``; value: ``(..., M, heads, value_dim)``.
-      bias, mask: rank of the scores ``(..., heads, N, M)``, or None.
-      return_weights: static; also return the weights.
-      dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
-        weights; it breaks the marginals.
-      dtype: computation dtype of the inputs and the output; inside, float32 at least.
-      precision: matmul precision of the scores and of the product with the values.
-      module: a Flax module to sow the weights into.
-      is_causal, qk_attn_weights_einsum, attn_weights_value_einsum: refused, with the reason.
-    """
+    """The arguments of one attention call; ``sinkhorn_attention`` describes them."""
 
     query: Any
     key: Any
@@ -92,20 +79,20 @@ class Call:
         return self.query, self.key, self.value, self.bias, self.mask
 
     def replace(self, **changes: Any) -> Call:
-        """The call with other arguments."""
+        """The call with some arguments changed."""
         return dataclasses.replace(self, **changes)
 
     def problem(self, scale: float | None) -> Problem:
-        """The call as per-head problems.
+        """The call as a Problem.
 
         Raises:
-          ValueError: a causal call, einsums, shapes that do not fit; TypeError: dtypes.
+          ValueError: a causal call, einsums, shapes that do not fit.
+          TypeError: dtypes that are not real floating.
         """
         if self.is_causal is not False and checks.static_bool("is_causal", self.is_causal):
             raise ValueError(
                 "is_causal=True is refused: the only lower-triangular matrix with unit row and "
-                "column sums is the identity, and a key closure reads later queries, so no causal "
-                "doubly-stochastic attention exists"
+                "column sums is the identity, so no causal doubly-stochastic attention exists"
             )
         if self.qk_attn_weights_einsum is not None or self.attn_weights_value_einsum is not None:
             raise ValueError(
@@ -121,37 +108,36 @@ _M = TypeVar("_M", bound=Callable[..., Any])
 
 
 def attention_function(core: Callable[..., Result]) -> AttentionFunction:
-    """Turns ``core(call, *, own keywords)`` into a function with Flax's whole signature.
+    """Gives ``core(call, *, own keywords)`` the full signature of Flax.
 
-    ``core`` stays reachable as ``.core``, for modules that hold a Call already.
+    ``.core`` of the result is ``core``, for modules that already have a Call.
     """
     signature = _signature(core)
 
-    @functools.wraps(core)
     def function(*args, **kwargs):
         call, own = _bind(core.__name__, signature, args, kwargs)
         return core(call, **own)
 
-    function.__signature__ = signature
-    function.core = core
-    return function
+    wrapped: Any = functools.wraps(core)(function)
+    wrapped.__signature__, wrapped.core = signature, core
+    return wrapped
 
 
 def attention_method(core: _M) -> _M:
-    """The same for a method ``core(self, call)``."""
+    """``attention_function`` for a method ``core(self, call)``."""
     signature = _signature(core, leading=1)
 
-    @functools.wraps(core)
     def method(self, *args, **kwargs):
         call, own = _bind(type(self).__name__, signature, (self, *args), kwargs)
         return core(self, call, **own)
 
-    method.__signature__ = signature
-    return method
+    wrapped: Any = functools.wraps(core)(method)
+    wrapped.__signature__ = signature
+    return wrapped
 
 
 def _signature(core: Callable, leading: int = 0) -> inspect.Signature:
-    """Flax's parameters in the place of ``core``'s call, then its own keywords."""
+    """The signature of ``core``, with Flax's parameters in place of the call."""
     parameters = list(inspect.signature(core).parameters.values())
     own = parameters[leading + 1 :]
     return inspect.Signature([*parameters[:leading], *_PARAMETERS, *own])

@@ -1,11 +1,12 @@
 """Attention functions in Flax's layout: the Sinkhorn teacher, the compiled layer, softmax.
 
-Each is a pure function that works raw, under ``functools.partial``, under ``jax.jit`` with
-nothing marked static but ``return_weights``, and as ``attention_fn`` of
-``flax.linen.MultiHeadDotProductAttention`` and ``flax.nnx.MultiHeadAttention``.
+All are pure and work directly, under ``functools.partial``, under ``jax.jit``, and as
+``attention_fn`` of ``flax.linen.MultiHeadDotProductAttention`` and ``flax.nnx.MultiHeadAttention``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from asap_jax.predictor.starting_dual import DeferredStart, predicted_dual
 from asap_jax.problem import Problem
 from asap_jax.solvers import ctransform, registry
 from asap_jax.solvers.closures import Closures
-from asap_jax.solvers.plan import ClosedPlan, DensePlan
+from asap_jax.solvers.plan import ClosedPlan, DensePlan, Plan
 from asap_jax.spec import SinkhornSpec
 
 CLOSURES = ("one_sided", "two_sided")
@@ -30,29 +31,29 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
 
     Args:
       query: ``(..., N, heads, head_dim)``.
-      key: ``(..., M, heads, head_dim)``; value: ``(..., M, heads, value_dim)``. Fewer key/value
-        heads that divide the query heads are broadcast.
+      key: ``(..., M, heads, head_dim)``; value: ``(..., M, heads, value_dim)``. Their number of
+        heads may divide that of the query; each is then used for a group of query heads.
       bias: additive, rank of the scores ``(..., heads, N, M)``; entries <= -1e8 are masked.
-      mask: rank of the scores, size-1 axes allowed, bool or 0/1; honoured entry by entry.
+      mask: rank of the scores, size-1 axes allowed, bool or 0/1.
       spec: the finite-budget convention.
-      implementation: ``"log"`` keeps to the log domain; ``"scaling"`` exponentiates once and falls
-        back to the log domain where that form cannot be trusted; ``"streaming"`` works tile by
-        tile, its memory linear in the length; ``"auto"`` is ``"scaling"``, or ``"streaming"`` where
-        a kernel is too large to be stored.
+      implementation: ``"log"`` computes in the log domain; ``"scaling"`` exponentiates once, and
+        falls back to the log domain if the result cannot be trusted; ``"streaming"`` works tile by
+        tile, with memory linear in the length; ``"auto"`` is ``"scaling"``, or ``"streaming"`` if
+        the kernel is too large to store.
       return_weights: static; also return the weights ``(..., heads, N, M)``.
       dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
         weights; it breaks the marginals.
-      dtype: computation dtype of the inputs and the output; inside, float32 at least.
+      dtype: dtype of the inputs and the output; computations are in float32 at least.
       precision: matmul precision of the scores and of the product with the values.
       module: a Flax module to sow the weights into.
-      is_causal, qk_attn_weights_einsum, attn_weights_value_einsum: refused, with the reason.
+      is_causal, qk_attn_weights_einsum, attn_weights_value_einsum: not supported, ValueError.
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``. Queries with no
       key give exactly 0.
 
     Raises:
-      ValueError, TypeError: at trace time, naming the argument and both shapes or the setting.
+      ValueError, TypeError: at trace time; the message names the argument and both shapes.
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     checks.one_of("implementation", implementation, registry.NAMES)
@@ -69,17 +70,17 @@ def asap_attention(
     closures: str | int = "two_sided",
     implementation: str = "auto",
 ) -> Result:
-    """The compiled layer: predict a dual, then close (paper, eq. asap_source_prediction ff.).
+    """The compiled layer: closures of a predicted dual (paper, eq. asap_source_prediction ff.).
 
     Args:
-      query, key, value, bias, mask, implementation: as in ``sinkhorn_attention``, and so are
-        return_weights and Flax's other keywords.
+      query, key, value, bias, mask, implementation, and Flax's keywords: as in
+        ``sinkhorn_attention``.
       predictor: the fitted predictor.
       spec: the teacher's convention.
-      closures: ``"one_sided"`` (ASAP-0: one key closure), ``"two_sided"`` (ASAP: key, query, key
-        for a column-ending teacher; key, query for a row-ending one), an int n: n closures
-        from the predictor's side, ending on the teacher's last step, or ``"none"`` (ablation:
-        ``predictor`` is a DualPair and no marginal is exact). Static.
+      closures: static. ``"one_sided"`` (ASAP-0): one key closure. ``"two_sided"`` (ASAP): key,
+        query, key for a teacher that ends on columns; key, query for one that ends on rows. An int
+        n: n closures from the predictor's side, ending on the teacher's last step. ``"none"``
+        (ablation): no closure, with a DualPair as ``predictor``; no marginal is exact.
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``.
@@ -90,26 +91,29 @@ def asap_attention(
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     checks.one_of("implementation", implementation, registry.NAMES)
-    direct = isinstance(closures, str) and closures == "none"
-    kind = DualPair if direct else Predictor
-    checks.instance("predictor", predictor, kind, f"a {kind.__name__} for closures={closures!r}")
-    p = call.problem(spec.scale)
-    if direct:
-        return outputs.finish(call, p, DensePlan(weights_from_both_duals(predictor, p, spec)))
-    return outputs.finish(call, p, compiled_plan(predictor, spec, closures, implementation))
+    suffix = f"for closures={closures!r}"
+    plan: Plan
+    if isinstance(closures, str) and closures == "none":
+        pair = checks.instance("predictor", predictor, DualPair, f"a DualPair {suffix}")
+        p = call.problem(spec.scale)
+        plan = DensePlan(weights_from_both_duals(pair, p, spec))
+    else:
+        predictor = checks.instance("predictor", predictor, Predictor, f"a Predictor {suffix}")
+        p = call.problem(spec.scale)
+        plan = compiled_plan(predictor, spec, closures, implementation)
+    return outputs.finish(call, p, plan)
 
 
 @attention_function
 def softmax_attention(
     call: Call, *, scale: float | None = None, implementation: str = "auto"
 ) -> Result:
-    """Row-softmax attention, the plain Transformer baseline.
+    """Row-softmax attention: ``sinkhorn_attention`` with ``num_steps=1, epsilon=1``.
 
-    Arguments and result as ``sinkhorn_attention``; equals it at ``num_steps=1, epsilon=1``.
-    ``scale`` > 0 is ``1 / sqrt(head_dim)`` when None. Queries with no key give exactly 0.
+    Arguments and result as there. ``scale`` > 0 is ``1 / sqrt(head_dim)`` when None.
     """
     checks.one_of("implementation", implementation, registry.NAMES)
-    p = call.problem(None if scale is None else checks.positive_float("scale", scale))
+    p = call.problem(scale)
     return outputs.finish(call, p, sinkhorn_plan(p, SinkhornSpec(num_steps=1), implementation))
 
 
@@ -124,7 +128,7 @@ def compiled_plan(
 ) -> ClosedPlan:
     """The compiled layer's plan: ``closures`` from the predicted dual.
 
-    Each correction of the predictor takes one closure with it, so fewer are left to the plan.
+    The start includes one closure for each correction of the predictor; the plan has the others.
     """
     total = num_closures(closures, predictor.side, spec)
     start = DeferredStart.of(predictor, spec, total)
@@ -139,12 +143,12 @@ def weights_from_both_duals(pair: DualPair, p: Problem, spec: SinkhornSpec) -> j
     return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
 
 
-def num_closures(closures, side: str, spec: SinkhornSpec) -> int:
-    """The number of half-steps that ``closures`` stands for, from a dual on ``side``.
+def num_closures(closures: Any, side: str, spec: SinkhornSpec) -> int:
+    """The number of half-steps that ``closures`` means, from a dual of ``side``.
 
     Raises:
-      ValueError: an unknown name, n < 1, or a parity that would end on the wrong side.
-      TypeError: a traced value.
+      ValueError: an unknown name, n < 1, or closures that end on the wrong side.
+      TypeError: neither a string nor a static int.
     """
     if isinstance(closures, str):
         if closures not in CLOSURES:

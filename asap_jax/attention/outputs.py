@@ -1,4 +1,4 @@
-"""From a plan to an attention call's result: dropout, value mixing, layout."""
+"""The result of an attention call from its plan: dropout, product with the values, layout."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ from asap_jax.solvers.plan import DensePlan, Plan
 
 
 def finish(call: Call, p: Problem, plan: Plan) -> Result:
-    """Dropout, value mixing and layout; ``(..., N, H, d_v)`` or ``(out, weights)``.
-
-    The weights are formed only to be returned, dropped from or sown: with ``call.module`` they are
-    sown under Flax's name ``attention_weights``.
-    """
-    dropping = drops("dropout_rate", call.dropout_rate, call.deterministic)
+    """The result of a call: ``(..., N, H, d_v)`` or ``(out, weights)``."""
     return_weights = checks.static_bool("return_weights", call.return_weights)
-    weights = None
-    if return_weights or dropping or call.module is not None:
-        weights = plan.weights(p)
-        plan = DensePlan(dropout(call, weights) if dropping else weights)
-    if call.module is not None:
-        _sow(call.module, weights.astype(p.dtype))
-    out = jnp.swapaxes(plan.mix(p), -2, -3).astype(p.dtype)
-    return (out, weights.astype(p.dtype)) if return_weights else out
+    out, weights = output_and_weights(call, p, plan, return_weights)
+    return (out, weights) if return_weights and weights is not None else out
 
 
-def drops(name: str, rate: Any, deterministic: Any) -> bool:
-    """Whether dropout is on.
+def output_and_weights(
+    call: Call, p: Problem, plan: Plan, return_weights: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """The output ``(..., N, H, d_v)``, and the weights if they were computed.
 
-    Raises:
-      ValueError: a rate outside [0, 1).
-      TypeError: a traced or non-bool ``deterministic``.
+    They are if they are returned, needed for dropout, or sown into ``call.module`` under Flax's
+    name ``attention_weights``. Raises ValueError for a dropout rate outside [0, 1).
     """
-    rate = checks.non_negative_float(name, rate)
+    weights, rate = None, checks.non_negative_float("dropout_rate", call.dropout_rate)
     if rate >= 1:
-        raise ValueError(f"{name} must be in [0, 1), got {rate}")
-    return rate > 0 and not checks.static_bool("deterministic", deterministic)
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    dropping = rate > 0 and not checks.static_bool("deterministic", call.deterministic)
+    if return_weights or dropping or call.module is not None:
+        matrix = plan.weights(p)
+        weights = matrix.astype(p.dtype)
+        plan = DensePlan(dropout(call, matrix) if dropping else matrix)
+    if call.module is not None:
+        _sow(call.module, weights)
+    return jnp.swapaxes(plan.mix(p), -2, -3).astype(p.dtype), weights
 
 
 def dropout(call: Call, weights: jax.Array) -> jax.Array:
-    """Attention dropout after normalisation; it breaks the marginals by design.
+    """Dropout on normalised weights, so marginals no longer hold.
 
-    ``broadcast_dropout`` shares one mask over the batch axes, as in Flax.
+    ``broadcast_dropout`` shares one dropout mask over the batch axes, as in Flax.
 
     Raises:
-      ValueError: no rng; TypeError: an rng that is not a random key.
+      ValueError: no ``dropout_rng``.
+      TypeError: ``dropout_rng`` is not a random key.
     """
     if call.dropout_rng is None:
         raise ValueError("dropout_rng is needed when dropout_rate > 0 and deterministic=False")
@@ -62,7 +60,7 @@ def dropout(call: Call, weights: jax.Array) -> jax.Array:
     return jnp.where(keep, weights / (1 - rate), jnp.zeros_like(weights))
 
 
-def _sow(module: Any, weights: jax.Array) -> None:
+def _sow(module: Any, weights: jax.Array | None) -> None:
     import flax.linen
     import flax.nnx
 

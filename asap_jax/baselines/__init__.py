@@ -1,1 +1,1 @@
-"""The attention operators that the paper compares with."""
+"""The attention operators to which the paper compares."""

@@ -1,13 +1,14 @@
-"""ESP attention (ESPFormer: expected sliced transport plans): a baseline without a loop.
+"""ESP attention (ESPFormer: expected sliced transport plans), a baseline without a scaling loop.
 
-Slices sort the queries and the keys and match ranks; the attention matrix is the average of the
-matchings, weighted by their cost. Training uses SoftSort, whose temperature may be annealed;
+Each slice sorts queries and keys and matches equal ranks. The attention matrix is the average of
+the matchings, weighted by their cost. Training uses SoftSort, and its temperature may be annealed;
 inference may use exact sorting, which is doubly stochastic.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from asap_jax import checks, masks
 from asap_jax.attention import outputs
 from asap_jax.attention.flax_call import Call, Result, attention_function
 from asap_jax.baselines import expected_plans, softsort
+from asap_jax.checks import scalar
 from asap_jax.solvers.plan import DensePlan
 from asap_jax.spec import PADDINGS
 
@@ -28,12 +30,7 @@ IMPLEMENTATIONS = {
     "streaming": expected_plans.streaming_soft_plan,
     "dense": expected_plans.dense_soft_plan,
 }
-SCHEDULES = {
-    "constant": "constant",
-    "init": "constant",
-    "annealed": "annealed",
-    "sharp": "annealed",
-}
+SCHEDULES = dict(constant="constant", init="constant", annealed="annealed", sharp="annealed")
 
 
 @attention_function
@@ -50,134 +47,88 @@ def esp_attention(
 ) -> Result:
     """Expected-sliced-plan attention.
 
-    With ``x = scale q``, ``y = scale k`` and a slice direction theta_l, P_l and R_l the rank
-    matrices of ``x . theta_l`` and ``y . theta_l``,
+    Let ``x = scale q`` and ``y = scale k``, and let P_l and R_l be the rank matrices of
+    ``x . theta_l`` and ``y . theta_l`` for a slice direction theta_l. Then
 
       Gamma_l = P_l' R_l,    c_l = sum_ij |x_i - y_j| Gamma_l,ij,
       A = sum_l w_l Gamma_l,    w_l proportional to exp(-T (c_l - min c)).
 
-    ``mode`` says what a rank matrix is:
+    ``mode`` selects the rank matrix:
 
-    * ``"soft"``: SoftSort, row r a softmax over entries of ``-(x_(r) - x_i)^2 / tau``. Its rows
-      sum to 1, so A has total mass N, but rows and columns of A sum to 1 only as tau falls.
-    * ``"hard_released"``: the hard flag of the released code, the top entry of each row of the
-      relaxation. Without equal values that is the sort; with them an entry may be taken twice
-      and another not at all. The gradient is that of ``"soft"`` (straight through).
-    * ``"hard"``: the exact matching of equal ranks by argsort, equal values in the order of
-      their tokens. Rows and columns sum to 1. The gradient reaches the values and, through the
-      costs, the weights w_l.
+    * ``"soft"``: SoftSort, whose row r is a softmax of ``-(x_(r) - x_i)^2 / tau``. Its rows sum to
+      1, so A has total mass N, but rows and columns of A sum to 1 only in the limit of small tau.
+    * ``"hard_released"``: SoftSort with each row rounded to its top entry, as in the released code.
+      Without ties this is the sort; with ties, an entry may be used twice and another not at all.
+      The gradient is that of ``"soft"`` (straight through).
+    * ``"hard"``: the exact matching of equal ranks, ties in the order of the tokens. Rows and
+      columns sum to 1. Gradients reach the values and, through the costs, the weights w_l.
 
-    Masks. Only tokens that are active take part in the sorting; rows and columns of the others
-    are exactly 0, and nothing in them spreads. With ``padding="self"`` and N = M a token whose
-    key is masked is a padded token and is no query either, so a key-only mask and
-    ``make_attention_mask(valid, valid)`` mean the same; with ``padding="none"`` (cross-attention)
-    every query that has a key is active. A matching knows only who takes part: a mask that is not
-    of the form ``query_valid[:, None] & key_valid[None, :]`` is refused where its values are
-    known; where they are traced, the plan is that of the tokens left active and the further
-    masked entries are set to 0 without renormalising.
+    Masks. Only active tokens are sorted; the rows and columns of the others are exactly 0. With
+    ``padding="self"`` and N = M, a token whose key is masked is inactive as a query too; with
+    ``padding="none"``, every query that has a key is active. Single pairs cannot be masked: a mask
+    that is not ``query_valid[:, None] & key_valid[None, :]`` raises ValueError if its values are
+    concrete; under a trace its masked entries are set to 0 without renormalising.
 
-    Lengths. If n queries and m keys are active and n differs from m, soft ranks are joined by the
-    optimal plan between n and m equal masses on a line (``softsort.rank_coupling``, rows summing
-    to 1 and columns to n / m), so a query rank meets the keys of its quantiles.
-    ``"hard"`` is refused, and where the counts are traced ranks without a partner give 0.
+    Lengths. If n queries and m keys are active and n differs from m, soft ranks are coupled as in
+    ``softsort.rank_coupling``: rows sum to 1 and columns to n / m. ``"hard"`` then raises
+    ValueError; for traced masks, its ranks without a partner give 0.
 
-    Memory. ``"streaming"`` makes the plan of one slice at a time, forward and backward, and keeps
-    about 6 (forward) and 12 (with gradient) arrays of the size of A, however many slices there
-    are. ``"dense"`` is the released form with the plans of all L slices at once, about 3 L and
-    7 L such arrays; it alone supports forward-mode derivatives. Both need O(L N^3) operations;
-    ``"hard"`` needs O(L N log N + N^2 d) and about 5 and 7 arrays.
+    Memory. ``"streaming"`` computes the plan of one slice at a time: about 6 arrays of the size of
+    A, 12 with gradients, for any L. ``"dense"`` holds the plans of all L slices: about 3 L and 7 L
+    arrays. Only ``"dense"`` has forward-mode derivatives. Both take O(L N^3) operations. ``"hard"``
+    takes O(L N log N + N^2 d) operations and about 5 and 7 arrays.
 
     Args:
-      query: ``(..., N, heads, head_dim)``.
-      key: ``(..., M, heads, head_dim)``; value: ``(..., M, heads, value_dim)``. Fewer key/value
-        heads that divide the query heads are broadcast.
-      bias: only entries <= -1e8, which mask, have a meaning; other non-zero entries are refused
-        where their values are known, and ignored where they are traced.
-      mask: rank of the scores, size-1 axes allowed, bool or 0/1.
-      directions: ``(L, head_dim)``, rows normalised to unit length; None: the coordinate axes.
+      query, key, value, mask, return_weights and Flax's other keywords: as in
+        ``sinkhorn_attention``; ``precision`` also applies to the plans.
+      bias: may only mask, by entries <= -1e8. Other non-zero entries raise ValueError if they are
+        concrete, and are ignored under a trace.
+      directions: ``(L, head_dim)``, scaled to unit length; the coordinate axes when None.
       mode: ``"soft"``, ``"hard_released"`` or ``"hard"``. Static.
-      temperature: tau > 0 of SoftSort; a number or a traced scalar, so it may be annealed inside
-        a jitted step (see ``esp_temperature_schedule``).
-      inverse_temperature: T >= 0 of the average over slices; 0 is the plain mean. Likewise.
+      temperature: tau > 0 of SoftSort: a number, or a traced scalar, for instance from
+        ``esp_temperature_schedule``.
+      inverse_temperature: T >= 0, a number or a traced scalar; 0 averages the slices equally.
       scale: > 0; ``1 / sqrt(head_dim)`` when None.
       padding: ``"self"`` or ``"none"``, see above. Static.
-      return_weights: static; also return A ``(..., heads, N, M)``.
       implementation: ``"auto"`` (streaming), ``"streaming"`` or ``"dense"``, for the relaxation.
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``.
 
     Raises:
-      ValueError, TypeError: at trace time, naming the argument and both shapes or the setting;
-        unknown names are answered with the known ones.
-
-    Flax's keywords: as in ``sinkhorn_attention``; ``precision`` also applies to the plans.
+      ValueError, TypeError: as ``sinkhorn_attention``, and as described above.
     """
     checks.one_of("mode", mode, MODES)
     checks.one_of("padding", padding, PADDINGS)
     checks.one_of("implementation", implementation, IMPLEMENTATIONS)
-    p = call.problem(None if scale is None else checks.positive_float("scale", scale))
+    p = call.problem(scale)
     _check_bias(call.bias)
     _check_support(call.mask, call.bias, p.score_shape, padding, mode)
-    active = masks.feature_validity(p.validity, padding)
-    if active is not None:
-        p = p.replace(
-            q=masks.zero_inactive(p.q, active.query), k=masks.zero_inactive(p.k, active.key)
-        )
-    weights = expected_plan(
-        p.q,
-        p.k,
-        directions,
-        active,
-        mode=mode,
-        temperature=scalar("temperature", temperature, p.q.dtype, checks.positive_float),
-        inverse_temperature=scalar(
-            "inverse_temperature", inverse_temperature, p.q.dtype, checks.non_negative_float
-        ),
-        scale=p.scale,
-        implementation=implementation,
-        precision=p.precision,
-    )
+    dtype, name = p.q.dtype, "inverse_temperature"
+    tau = scalar("temperature", temperature, dtype, checks.positive_float)
+    inverse = scalar(name, inverse_temperature, dtype, checks.non_negative_float)
+    q_valid, k_valid = masks.feature_validity(p.validity, padding) or (None, None)
+    q, k = masks.zero_inactive(p.q, q_valid), masks.zero_inactive(p.k, k_valid)
+    # Not scaled: tau is divided by scale^2 instead, so that differences of close values are exact.
+    a = expected_plans.project(q, directions, q_valid)
+    b = expected_plans.project(k, directions, k_valid)
+    distance = p.scale * expected_plans.distances(q, k)
+    # All plans have the same mass, so this shifts all costs equally; smaller sums keep more digits.
+    distance = distance - jax.lax.stop_gradient(distance.mean((-2, -1), keepdims=True))
+    zero = jnp.zeros_like(distance[..., 0, 0])
+    floor = math.sqrt(float(jnp.finfo(dtype).tiny))
+    sharpness = p.scale**2 / jnp.maximum(tau, jnp.asarray(floor, dtype)) + zero
+    slices = expected_plans.Slices(a, b, distance, sharpness, inverse + zero)
+    support = expected_plans.Support(q_valid, k_valid)
+    if mode == "hard":
+        weights = expected_plans.hard_plan(slices, support)
+    else:
+        support = _with_coupling(support, q.shape[-2], k.shape[-2], dtype)
+        average = IMPLEMENTATIONS[implementation]
+        weights = average(slices, support, mode == "hard_released", p.precision)
     if p.mask is not None:
         weights = jnp.where(p.mask, weights, jnp.zeros_like(weights))
     return outputs.finish(call, p, DensePlan(weights))
-
-
-def expected_plan(
-    q,
-    k,
-    directions,
-    active: masks.Validity | None,
-    *,
-    mode: str,
-    temperature: jax.Array,
-    inverse_temperature: jax.Array,
-    scale: float,
-    implementation: str = "auto",
-    precision=None,
-) -> jax.Array:
-    """A ``(..., N, M)`` from q ``(..., N, d)``, k ``(..., M, d)`` and who is active.
-
-    Projections are left unscaled and the temperature is divided by ``scale^2`` instead: the
-    differences that the relaxation squares are then exact for close values of a coordinate. The
-    mean distance is subtracted: every plan has the same mass, so that shifts all costs alike, and
-    smaller sums keep more digits of the differences between them.
-    """
-    a = expected_plans.project(q, directions, None if active is None else active.query)
-    b = expected_plans.project(k, directions, None if active is None else active.key)
-    distance = scale * expected_plans.distances(q, k)
-    distance = distance - jax.lax.stop_gradient(distance.mean((-2, -1), keepdims=True))
-    zero = jnp.zeros_like(distance[..., 0, 0])
-    inverse_temperature = inverse_temperature + zero
-    if mode == "hard":
-        support = expected_plans.Support(*(active or ()))
-        return expected_plans.hard_plan(a, b, distance, support, inverse_temperature)
-    support = _support(active, q.shape[-2], k.shape[-2], q.dtype)
-    floor = math.sqrt(float(jnp.finfo(q.dtype).tiny))
-    sharpness = scale**2 / jnp.maximum(temperature, jnp.asarray(floor, q.dtype)) + zero
-    average = IMPLEMENTATIONS[implementation]
-    harden = mode == "hard_released"
-    return average(a, b, distance, support, sharpness, inverse_temperature, harden, precision)
 
 
 def esp_temperature_schedule(
@@ -186,16 +137,16 @@ def esp_temperature_schedule(
     """A schedule of SoftSort's temperature, from a training step to tau.
 
     Args:
-      name: ``"constant"`` (or ``"init"``): ``init_value`` throughout; ``"annealed"`` (or
-        ``"sharp"``): geometric decay to ``end_value`` in ``num_steps`` steps, constant from then.
+      name: ``"constant"`` (or ``"init"``): always ``init_value``; ``"annealed"`` (or
+        ``"sharp"``): geometric decay to ``end_value`` in ``num_steps`` steps, then constant.
       init_value, end_value: temperatures > 0, ``end_value <= init_value``.
       num_steps: >= 1; needed by ``"annealed"``.
 
     Returns:
-      An optax schedule; ``esp_attention(..., temperature=schedule(step))`` takes its values.
+      An optax schedule, for ``esp_attention(..., temperature=schedule(step))``.
 
     Raises:
-      ValueError, TypeError: an unknown name, answered with the known ones; values out of range.
+      ValueError, TypeError: an unknown name; values out of range.
     """
     checks.one_of("name", name, SCHEDULES)
     init_value = checks.positive_float("init_value", init_value)
@@ -212,37 +163,26 @@ def esp_temperature_schedule(
     )
 
 
-def scalar(name: str, x, dtype, check) -> jax.Array:
-    """A 0-d array of ``dtype`` from a number that passes ``check``, or from a traced scalar."""
-    if not isinstance(x, jax.core.Tracer):
-        return jnp.asarray(check(name, x), dtype)
-    if x.shape != ():
-        raise ValueError(f"{name} must be a scalar, got shape {x.shape}")
-    return checks.real_array(name, x).astype(dtype)
+def _with_coupling(
+    support: expected_plans.Support, n: int, m: int, dtype: Any
+) -> expected_plans.Support:
+    """``support`` with the coupling of ranks, if the numbers of active tokens may differ."""
+    query, key, _ = support
+    if query is key and n == m:  # both None, or the same tokens
+        return support
+    count = lambda valid, size: jnp.asarray(size, jnp.int32) if valid is None else valid.sum(-1)
+    coupling = softsort.rank_coupling(count(query, n), count(key, m), (n, m), dtype)
+    return support._replace(coupling=coupling)
 
 
-def _support(active: masks.Validity | None, n: int, m: int, dtype) -> expected_plans.Support:
-    """Active tokens, and the coupling of ranks where their numbers may differ."""
-    if active is None:
-        if n == m:
-            return expected_plans.Support()
-        count = jnp.zeros((), jnp.int32)
-        coupling = softsort.rank_coupling(count + n, count + m, (n, m), dtype)
-        return expected_plans.Support(coupling=coupling)
-    if active.query is active.key:
-        return expected_plans.Support(*active)
-    counts = (valid.sum(-1) for valid in active)
-    return expected_plans.Support(*active, softsort.rank_coupling(*counts, (n, m), dtype))
-
-
-def _masking(bias) -> np.ndarray:
-    """Where a bias with known values masks, see ``masks.as_bias``."""
+def _masking(bias: Any) -> np.ndarray:
+    """Where a concrete bias masks, see ``masks.as_bias``."""
     bias = np.asarray(bias)
     return bias <= max(masks.MASKED_BIAS, float(jnp.finfo(bias.dtype).min))
 
 
 def _check_bias(bias) -> None:
-    """Raises ValueError for a bias that does more than mask, where its values are known."""
+    """Raises ValueError if a concrete bias does more than mask."""
     if bias is None or isinstance(bias, jax.core.Tracer):
         return
     if (~_masking(bias) & (np.asarray(bias) != 0)).any():
@@ -253,7 +193,7 @@ def _check_bias(bias) -> None:
 
 
 def _check_support(mask, bias, shape: tuple, padding: str, mode: str) -> None:
-    """Raises ValueError, where values are known, for a support that no matching can have."""
+    """Raises ValueError for a concrete mask and bias that no matching satisfies."""
     if any(isinstance(x, jax.core.Tracer) for x in (mask, bias)):
         return
     allowed = np.ones((1,) * len(shape), bool)
@@ -273,7 +213,7 @@ def _check_support(mask, bias, shape: tuple, padding: str, mode: str) -> None:
     n = np.broadcast_to(query, (*shape[:-1], 1)).sum((-2, -1))
     m = np.broadcast_to(key, (*shape[:-2], 1, shape[-1])).sum((-2, -1))
     if (n != m).any():
-        at = np.unravel_index(np.argmax(n != m), n.shape)
+        at = np.unravel_index(np.argmax(n != m), n.shape)  # the first problem that does not fit
         raise ValueError(
             f"mode='hard' matches queries and keys one to one, so their numbers must be equal, "
             f"but scores of shape {shape} have {n[at]} active queries and {m[at]} active keys; "

@@ -1,10 +1,12 @@
-"""Sorting as a matrix: SoftSort's relaxation, its hardened form, and the coupling of ranks.
+"""Sorting as a matrix: SoftSort, its hardened form, and the coupling of ranks.
 
-Ranks are ascending over the valid entries: with n of them, ranks 0 .. n - 1 are in use. Rows of
-unused ranks and columns of invalid entries are exactly 0.
+The n valid entries have the ranks 0 .. n - 1, in ascending order. Rows of the other ranks and
+columns of invalid entries are exactly 0.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +21,24 @@ def soft_permutation(
     exponent of a row's own entry is exactly 0, so no row sum is below 1 before normalisation.
 
     Args:
-      x: values ``(..., N)``; valid: bool ``(..., N)``, or None for all.
+      x: values ``(..., N)``; valid: bool ``(..., N)``, or None if all are valid.
       sharpness: > 0, one per problem ``(...)``, the inverse of the temperature.
-      harden: put all of row r on its largest entry: the one nearest to ``x_(r)``, the first of
-        equals, so values that occur twice leave an entry unused. The gradient stays that of the
-        relaxation (straight through).
+      harden: replace row r by 1 at its largest entry, the first of ties, so that repeated values
+        leave an entry unused. The gradient stays that of the relaxation (straight through).
 
     Returns:
       ``(..., N ranks, N entries)``.
     """
     ordered = jnp.sort(x if valid is None else jnp.where(valid, x, jnp.inf))
-    used = None
+    used = allowed = None
     if valid is not None:
-        rank = jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
+        rank = jax.lax.broadcast_to_rank(jnp.arange(x.shape[-1]), x.ndim)
         used = rank < valid.sum(-1, keepdims=True)
+        allowed = used[..., :, None] & valid[..., None, :]
         ordered = jnp.where(used, ordered, jnp.zeros_like(ordered))
     square = jnp.square(ordered[..., :, None] - x[..., None, :])
     soft = jnp.exp(-sharpness[..., None, None] * square)
-    if valid is not None:
-        allowed = used[..., :, None] & valid[..., None, :]
+    if allowed is not None:
         soft = jnp.where(allowed, soft, jnp.zeros_like(soft))
         square = jnp.where(allowed, square, jnp.inf)
     total = soft.sum(-1, keepdims=True)
@@ -51,15 +52,15 @@ def soft_permutation(
 
 
 def ranked(x: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Indices ``(..., N)`` that sort ``x``, valid entries first, equal values in their order."""
+    """Indices ``(..., N)`` that sort ``x``, valid entries first, ties in their order."""
     return jnp.argsort(x if valid is None else jnp.where(valid, x, jnp.inf), stable=True)
 
 
-def rank_coupling(n: jax.Array, m: jax.Array, shape: tuple[int, int], dtype) -> jax.Array:
+def rank_coupling(n: jax.Array, m: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
     """The monotone coupling of n query ranks with m key ranks, rows summing to 1.
 
-    The optimal plan on a line between n and m equal masses: rank r covers the quantiles from
-    r / n to (r + 1) / n, and entry (r, s) is n times the overlap with s / m to (s + 1) / m. The
+    This is the optimal plan on a line between n and m equal masses: entry (r, s) is n times the
+    overlap of the intervals from r / n to (r + 1) / n and from s / m to (s + 1) / m. It is the
     identity for n = m.
 
     Args:
@@ -67,7 +68,7 @@ def rank_coupling(n: jax.Array, m: jax.Array, shape: tuple[int, int], dtype) -> 
       shape: ``(N, M)``, the sizes of the result's last axes; N M < 2^31.
 
     Returns:
-      ``(..., N, M)``; rows from n and columns from m on are 0.
+      ``(..., N, M)``; rows >= n and columns >= m are 0.
     """
     axes = (1,) * n.ndim
     r = jnp.arange(shape[0], dtype=jnp.int32).reshape(*axes, -1, 1)

@@ -1,12 +1,7 @@
-"""Feature families: what a dual is predicted from.
+"""Feature families: functions of queries and keys from which a dual is predicted.
 
-A family is a ``flax.struct`` dataclass that owns its arrays; called as
-``family(q, k, *, scale, query_valid, key_valid)`` it gives centred features ``(..., N, F)`` for
-the side of its first argument. ``register`` gives it the name it is saved under: a new family is
-one file of its own (``asap_jax.features.base`` says what it has).
+``asap_jax.features.base`` describes a family; to add one, write a file here.
 """
-
-from __future__ import annotations
 
 from asap_jax.features.base import (
     FAMILIES,

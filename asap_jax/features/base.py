@@ -1,14 +1,14 @@
-"""What every feature family shares: the register of names, concatenation and evaluation.
+"""Feature families: registration, concatenation and evaluation.
 
-A family is a ``flax.struct`` dataclass with
+A family is a ``flax.struct`` dataclass, registered under the name with which it is saved, with
 
-- ``family(q, k, *, scale, query_valid, key_valid)``: centred features ``(..., N, F)``;
+- ``family(q, k, *, scale, query_valid, key_valid)``: centred features ``(..., N, F)`` of the
+  tokens q, as arrays or in ``from_tokens``, see ``Family``;
 - ``family.num_features(head_dim)``: F;
-- ``Family.create(rng, head_dim, *, num_slices, slice_kind)``: a new one for a compile, where it
-  can be made before any data are seen (optional);
-- ``family.linear(coefficients, tokens)``: the features' linear combination ``(..., N)``, up to a
-  constant per problem, where there is a cheaper way to it than the features (optional). ``tokens``
-  are checked ``Tokens``.
+- ``create(rng, head_dim, *, num_slices, slice_kind)``, optional: a class method that makes the
+  family of a compile, before any data are seen;
+- ``family.linear(coefficients, tokens)``, optional: a cheaper way to compute the features times
+  the coefficients, ``(..., N)``, up to a constant per problem.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from asap_jax import checks
 from asap_jax.problem import Tokens
 from asap_jax.scores import accumulation_dtype, resolve_scale
 
 FAMILIES: dict[str, type] = {}
+_Class = TypeVar("_Class", bound=type)
 
 
-def register(name: str):
-    """Class decorator: makes a feature family known to artefacts and options under ``name``."""
+def register(name: str) -> Callable[[_Class], _Class]:
+    """Class decorator that registers a feature family under ``name``, for files and options."""
 
     def add(cls):
         FAMILIES[name] = cls
@@ -39,27 +42,49 @@ def register(name: str):
     return add
 
 
+class Family:
+    """Base class of the built-in families."""
+
+    def __call__(
+        self,
+        q: ArrayLike,
+        k: ArrayLike,
+        *,
+        scale: float | None = None,
+        query_valid: ArrayLike | None = None,
+        key_valid: ArrayLike | None = None,
+    ) -> jax.Array:
+        """Centred features ``(..., N, F)`` of the tokens q; for the key side swap q and k.
+
+        Raises:
+          ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
+        """
+        return self.from_tokens(check_tokens(q, k, scale, query_valid, key_valid))
+
+    def from_tokens(self, tokens: Tokens) -> jax.Array:
+        """Centred features ``(..., N, F)`` of the own side of checked tokens."""
+        raise NotImplementedError
+
+
 def check_families(name: str, families: Any) -> None:
     """Raises TypeError unless ``families`` is a tuple of feature families."""
-    if not isinstance(families, tuple):
-        given = checks.describe(families)
-        raise TypeError(f"{name} must be a tuple of feature families, got {given}")
+    checks.instance(name, families, tuple, "a tuple of feature families")
     for family in families:
         if isinstance(family, type) or not callable(family):
-            given = family.__name__ if isinstance(family, type) else checks.describe(family)
+            wrong = family.__name__ if isinstance(family, type) else checks.describe(family)
             raise TypeError(
-                f"{name} must hold feature families, for instance asap_jax.Moments(), got {given}"
+                f"{name} must hold feature families, for instance asap_jax.Moments(), got {wrong}"
             )
 
 
 def check_tokens(
     q: Any, k: Any, scale: float | None = None, query_valid: Any = None, key_valid: Any = None
 ) -> Tokens:
-    """The arguments of a family as Tokens: one accumulation dtype, scale and validities resolved.
+    """The arguments of a family, checked, as Tokens of one accumulation dtype.
 
     Raises:
-      ValueError: shapes that do not fit, ``scale <= 0``; TypeError: dtypes that are not real
-        floating.
+      ValueError: shapes that do not fit, ``scale <= 0``.
+      TypeError: dtypes that are not real floating.
     """
     q, k = checks.real_array("q", q), checks.real_array("k", k)
     checks.heads_last_dim(q, k)
@@ -79,14 +104,13 @@ def concatenate(families: tuple[Any, ...], tokens: Tokens) -> jax.Array:
 def evaluate(families: tuple[Any, ...], head: Any, tokens: Tokens) -> jax.Array:
     """``head`` on the features of ``families``: ``(..., N)``, up to a constant per problem.
 
-    Under a linear head, families that can combine their features more cheaply do so.
+    With a linear head, families that have a method ``linear`` use it.
     """
     coefficients = getattr(head, "coefficients", None)
     if coefficients is None or not any(hasattr(family, "linear") for family in families):
         return head(concatenate(families, tokens))
     widths = [family.num_features(tokens.own.shape[-1]) for family in families]
-    if coefficients.shape[-1] != sum(widths):
-        # The head raises an error that names both shapes.
+    if coefficients.shape[-1] != sum(widths):  # the head raises an error that names both shapes
         return head(concatenate(families, tokens))
     ends = itertools.accumulate(widths)
     parts = [coefficients[..., end - n : end] for end, n in zip(ends, widths, strict=True)]

@@ -1,14 +1,15 @@
-"""Codebook features: tangents at inducing points, and mixtures of the other side.
+"""Codebook features: bounds on a c-transform from a few centres per head.
 
-Given a cheap dual ``h`` of the other side, the dual to predict is nearly the c-transform of
-``h``. That transform is bounded from below and from above, without anything of size N^2, through
-a few centres per head: by its tangents at centres of the own side (it is convex), and by the
-masses and means of the other side's tokens around their centres (Jensen).
+Given a cheap dual ``h`` of the other side, the dual to predict is nearly the c-transform of ``h``.
+Two bounds of that transform need no N x M array: its tangents at centres of the own side, since it
+is convex, and the masses and means of the other side's tokens around their centres (Jensen).
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from typing import Any
 
 import flax.struct
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.features.base import check_tokens, evaluate, register
+from asap_jax.features.base import Family, evaluate, register
 from asap_jax.problem import Tokens
 from asap_jax.scores import squared_norm
 
@@ -26,29 +27,30 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 @register("codebook")
 @flax.struct.dataclass
-class Codebook:
-    """Features of a dual from a predicted dual of the other side and two codebooks.
+class Codebook(Family):
+    """Features from a predicted dual of the other side and codebooks of both sides.
 
-    With the other side's tokens y_j, its predicted dual ``h`` (score coordinates), epsilon e,
-    ``s(x, y) = scale x.y`` and centres c_r of the own side, the tangent of the c-transform at c_r
-    is ``T_r(x) = L_r + s(x - c_r, m_r) / e``: ``L_r = LSE_j (s(c_r, y_j) + h_j) / e`` and m_r
-    the mean of y under those weights. Features, each times e and centred: ``-max_r T_r``,
-    ``-LSE_r T_r``, ``-sum_r a_r T_r``, ``-sum_r a_r L_r`` with
+    Let y_j be the tokens of the other side, ``h`` its predicted dual (score coordinates), e epsilon
+    and ``s(x, y) = scale x.y``. The tangent of the c-transform at a centre c_r of the own side is
+    ``T_r(x) = L_r + s(x - c_r, m_r) / e``, with ``L_r = LSE_j (s(c_r, y_j) + h_j) / e`` and m_r
+    the mean of y under the softmax weights. The first five features, all centred, are
+    ``-e max_r T_r``, ``-e LSE_r T_r``, ``-e sum_r a_r T_r``, ``-e sum_r a_r L_r`` with
     ``a = softmax_r(-scale |x - c_r|^2 / 4)``, and ``-min_r scale |x - c_r|^2``.
 
-    With masses M_r and means of the y nearest to the r-th centre of the other side, weighted by
-    ``exp(h / e)`` and once more by 1, and ``z_r = s(x, mean_r) / e + log M_r``: ``-max_r z_r``,
-    ``-LSE_r z_r``, ``-LSE_r z_r / 2``, times e and centred.
+    Each y belongs to its nearest centre of the other side. Let M_r be the total weight and mean_r
+    the weighted mean of the y of centre r, and ``z_r = s(x, mean_r) / e + log M_r``. Three features
+    are ``-e max_r z_r``, ``-e LSE_r z_r`` and ``-e LSE_r (z_r / 2)``, for the weights
+    ``exp(h / e)``. The last three are the same for equal weights.
 
-    Only active tokens of the other side count; features are evaluated at every own token. The
-    mean of the other side's active tokens is taken from everything first, which a cost dual does
-    not notice and float32 does.
+    Only active tokens of the other side are used; features are evaluated at every own token. The
+    mean of these active tokens is subtracted from all tokens and centres first: the cost dual is
+    unchanged, and float32 loses fewer digits.
 
     Attributes:
       own: centres of the own side, ``(R, d)`` or per head ``(H, R, d)``.
-      other: centres of the other side, alike.
-      inner: ``Predictor`` of the other side's dual; its features and head are used.
-      epsilon: the teacher's.
+      other: centres of the other side, with one of the same shapes.
+      inner: ``Predictor`` of the other side's dual; only its features and head are used.
+      epsilon: the teacher's epsilon.
     """
 
     own: jax.Array
@@ -57,29 +59,25 @@ class Codebook:
     epsilon: float = flax.struct.field(pytree_node=False, default=1.0)
 
     def num_features(self, head_dim: int) -> int:
-        """11, whatever the width of a head and the number of centres."""
-        del head_dim
+        """11."""
         return NUM_FEATURES
 
-    def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None) -> jax.Array:
-        """Centred features ``(..., N, 11)`` of the side of ``q``.
-
-        Raises:
-          ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
-        """
-        columns, valid = self._columns(check_tokens(q, k, scale, query_valid, key_valid))
+    def from_tokens(self, tokens: Tokens) -> jax.Array:
+        """Centred features ``(..., N, 11)``."""
+        columns, valid = self._columns(tokens)
         x = jnp.stack(columns, axis=-1)
         return x - masks.token_mean(x, valid)
 
     def linear(self, coefficients: jax.Array, tokens: Tokens) -> jax.Array:
-        """The features under ``coefficients`` ``(11,)`` or ``(H, 11)``, up to a constant."""
+        """The features times ``coefficients`` ``(11,)`` or ``(H, 11)``, up to a constant."""
         columns, _ = self._columns(tokens)
         w = checks.array("coefficients", coefficients).astype(columns[0].dtype)
-        w = w.reshape((1,) * (columns[0].ndim - w.ndim) + w.shape)
-        return sum(column * w[..., i, None] for i, column in enumerate(columns))
+        w = jax.lax.broadcast_to_rank(w, columns[0].ndim)
+        terms = (column * w[..., i, None] for i, column in enumerate(columns))
+        return functools.reduce(operator.add, terms)
 
     def _columns(self, t: Tokens) -> tuple[list[jax.Array], jax.Array]:
-        """The 11 features ``(..., N)``, not centred, and the own side's validity."""
+        """The 11 features ``(..., N)`` before centring, and the validity of the own side."""
         q, root = t.own, math.sqrt(t.scale)
         query_valid = checks.validity("query_valid", t.own_valid, q[..., 0])
         key_valid = checks.validity("key_valid", t.other_valid, t.other[..., 0])
@@ -103,15 +101,14 @@ class Codebook:
         return columns, query_valid
 
 
-# Everything below keeps tokens on the last axis, ``(..., R, N)``: reductions over the centres
-# then run over whole rows.
+# Below, tokens are on the last axis, ``(..., R, N)``, so that sums over centres add whole rows.
 
 
 def _tangents(x, y, h, centres, valid, epsilon):
-    """Five columns ``(..., N)``."""
-    some = valid.any(-1, keepdims=True)
+    """The five features of tangents."""
+    nonempty = valid.any(-1, keepdims=True)
     exponent = _products(centres, y) / epsilon + h[..., None, :]
-    exponent = jnp.where(valid[..., None, :] | ~some[..., None], exponent, -jnp.inf)
+    exponent = jnp.where(valid[..., None, :] | ~nonempty[..., None], exponent, -jnp.inf)
     level = jax.nn.logsumexp(exponent, axis=-1, keepdims=True)
     means = jnp.einsum("...rm,...md->...rd", jnp.exp(exponent - level), y, precision=_EXACT)
     offset = level - jnp.sum(centres * means, -1, keepdims=True) / epsilon
@@ -129,7 +126,7 @@ def _tangents(x, y, h, centres, valid, epsilon):
 
 
 def _mixture(x, y, member, epsilon):
-    """Three columns ``(..., N)``, for weights ``member (..., R, M)`` of the tokens y."""
+    """Three features, for weights ``member (..., R, M)`` of the tokens y in each centre."""
     mass = member.sum(-1, keepdims=True)
     full = mass > 0
     safe = jnp.where(full, mass, jnp.ones_like(mass))
@@ -142,7 +139,7 @@ def _mixture(x, y, member, epsilon):
 
 
 def _top(z, epsilon):
-    """Minus the maximum and the log-sum-exp over the centres, times epsilon."""
+    """``-epsilon`` times the maximum and the log-sum-exp over the centres."""
     peak = z.max(-2)
     fixed = jax.lax.stop_gradient(peak)
     lse = jnp.log(jnp.exp(z - fixed[..., None, :]).sum(-2)) + fixed
@@ -150,7 +147,7 @@ def _top(z, epsilon):
 
 
 def _members(y, centres, valid):
-    """``(..., R, M)``: 1 at the nearest centre of every valid token, shared where several are."""
+    """``(..., R, M)``: 1 at the nearest centre of every valid token, split between ties."""
     distance = _square_distances(centres, y)
     nearest = distance == distance.min(-2, keepdims=True)
     nearest = (nearest & valid[..., None, :]).astype(y.dtype)
@@ -174,7 +171,7 @@ def _square_distances(a, b):
 
 
 def _centres(name, centres, q):
-    """Centres ``(R, d)`` or ``(H, R, d)`` with leading axes for those of ``q``."""
+    """Centres ``(R, d)`` or ``(H, R, d)``, with leading axes of size 1 up to the rank of ``q``."""
     centres = checks.array(f"{name} centres", centres)
     heads = q.ndim < 3 or centres.ndim == 2 or centres.shape[0] == q.shape[-3]
     if centres.ndim not in (2, 3) or centres.shape[-1] != q.shape[-1] or not heads:
@@ -182,4 +179,4 @@ def _centres(name, centres, q):
             f"{name} centres of shape {centres.shape} must be (R, {q.shape[-1]}), or per head, to "
             f"fit tokens of shape {q.shape}"
         )
-    return centres.reshape((1,) * (q.ndim - centres.ndim) + centres.shape)
+    return jax.lax.broadcast_to_rank(centres, q.ndim)

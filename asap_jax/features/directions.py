@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,9 @@ from asap_jax import checks
 KINDS = ("gaussian", "orthogonal", "axes")
 
 
-def slice_directions(rng, num_slices: int, head_dim: int, *, kind: str = "gaussian") -> jax.Array:
+def slice_directions(
+    rng: Any, num_slices: int, head_dim: int, *, kind: str = "gaussian"
+) -> jax.Array:
     """A bank of unit directions ``(num_slices, head_dim)``, float32.
 
     Args:
@@ -19,11 +23,11 @@ def slice_directions(rng, num_slices: int, head_dim: int, *, kind: str = "gaussi
       num_slices: L >= 1.
       head_dim: d >= 1.
       kind: ``"gaussian"``: normalised Gaussian rows, uniform on the sphere; ``"orthogonal"``:
-        random orthonormal blocks of at most d rows; ``"axes"``: coordinate axes, in turn.
+        random orthonormal blocks of at most d rows; ``"axes"``: the coordinate axes, repeated.
 
     Raises:
       ValueError: an unknown kind, a count below 1.
-      TypeError: a count or ``rng`` of another type.
+      TypeError: a count that is not an int, or ``rng`` is neither an int nor a key.
     """
     checks.one_of("kind", kind, KINDS)
     num_slices = checks.positive_int("num_slices", num_slices)
@@ -41,9 +45,9 @@ def slice_directions(rng, num_slices: int, head_dim: int, *, kind: str = "gaussi
 
 
 def unit_rows(directions: jax.Array) -> jax.Array:
-    """``directions (..., d)`` with rows scaled to unit length.
+    """``directions (..., d)`` scaled to unit length.
 
-    Raises ValueError for concrete rows of length 0 or not finite.
+    Raises ValueError for concrete rows that are 0 or not finite.
     """
     norm = jnp.linalg.norm(directions, axis=-1, keepdims=True)
     if not isinstance(norm, jax.core.Tracer):

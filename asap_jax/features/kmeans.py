@@ -1,4 +1,4 @@
-"""Codebooks: k-means per head, on tokens of the calibration batches."""
+"""k-means per head, for codebooks of the tokens of calibration batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import jax.numpy as jnp
 def kmeans(
     rng: jax.Array, tokens: jax.Array, valid: jax.Array, *, num_centres: int, num_steps: int = 25
 ) -> jax.Array:
-    """Lloyd's algorithm from centres drawn by squared distance (k-means++), head by head.
+    """Lloyd's algorithm from k-means++ centres, for every head.
 
     Args:
       rng: a JAX random key.
       tokens: ``(H, T, d)``.
-      valid: bool ``(H, T)``: tokens that count. A head without any gets zeros.
-      num_centres: R; more centres than distinct tokens repeat some.
-      num_steps: Lloyd steps. A centre that loses all its tokens stays.
+      valid: bool ``(H, T)``. A head without valid tokens gets zeros.
+      num_centres: R; with fewer distinct tokens, centres repeat.
+      num_steps: number of Lloyd steps. A centre that loses all its tokens stays in place.
 
     Returns:
       ``(H, R, d)``.
@@ -28,8 +28,8 @@ def kmeans(
     count = jnp.maximum(valid.sum(-1, dtype=tokens.dtype), jnp.ones((), tokens.dtype))
     common = common / count[..., None]
     tokens = jnp.where(valid[..., None], tokens - common[..., None, :], jnp.zeros_like(tokens))
-    one = lambda key, x, keep: _one_head(key, x, keep, num_centres, num_steps)
-    centres = jax.vmap(one)(jax.random.split(rng, tokens.shape[0]), tokens, valid)
+    one_head = lambda key, x, keep: _one_head(key, x, keep, num_centres, num_steps)
+    centres = jax.vmap(one_head)(jax.random.split(rng, tokens.shape[0]), tokens, valid)
     return centres + common[..., None, :]
 
 

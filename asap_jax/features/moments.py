@@ -1,4 +1,4 @@
-"""Moment features: what the leading moments of both sides say about a dual, without sorting.
+"""Moment features: a dual from the means and covariances of both sides, without sorting.
 
 A c-transform is the log-moment-generating function of the other side, so its leading terms are
 the moments of that side.
@@ -7,14 +7,14 @@ the moments of that side.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from asap_jax import masks
-from asap_jax.features.base import check_tokens, register
+from asap_jax.features.base import Family, register
 from asap_jax.problem import Tokens
 
 NUM_INVARIANT, NUM_ABSOLUTE = 6, 2
@@ -22,48 +22,45 @@ NUM_INVARIANT, NUM_ABSOLUTE = 6, 2
 
 @register("moments")
 @flax.struct.dataclass
-class Moments:
-    """Linear and quadratic functions of a token, with the moments of both sides in them.
+class Moments(Family):
+    """Linear and quadratic functions of a token, from the moments of both sides.
 
-    With ``x = sqrt(scale) q``, mean and covariance ``m, C`` of the active keys and ``m_x, C_x`` of
-    the active queries (both times ``sqrt(scale)``, ``scale``), ``u = x - m_x`` and
-    ``delta = m_x - m``, the features of one query are, each centred over the active queries,
+    Let ``m, C`` be mean and covariance of the active keys, ``m_x, C_x`` those of the active
+    queries, all of tokens times ``sqrt(scale)``; ``x = sqrt(scale) q``, ``u = x - m_x`` and
+    ``delta = m_x - m``. The features of a query, each centred over the active queries, are
 
     - the d values ``u``;
     - ``|x - m|^2 / 2`` (the shift between score and cost coordinates), ``u.delta``;
     - ``u'Cu``, ``|Cu|^2``, ``u'C_x u``, ``u'C delta``;
-    - where ``absolute``: ``u.m``, ``u'C m``.
+    - if ``absolute``: ``u.m``, ``u'C m``.
 
-    All but the last two are invariant to one common shift of q and k, as cost-coordinate duals
-    are, and keep their float32 digits under any: the mean of the active keys is taken from both
-    first. The last two make the span that of ``q.m`` and ``q'C m`` as well, for models that use
-    where the tokens are and not only how they differ.
+    All but the last two do not change when q and k are shifted together, and neither do
+    cost-coordinate duals; means are subtracted first, so that large shifts cost no float32 digits.
+    The last two add ``q.m`` and ``q'C m`` to the span, for models in which the position of the
+    tokens matters, not only their differences.
 
-    Features are evaluated at every query, active or not. For a key-side dual swap the roles.
+    Features are evaluated at every query, active or not.
 
     Attributes:
-      absolute: whether the features that a common shift changes are among them.
+      absolute: include the two features that change under a common shift.
     """
 
     absolute: bool = flax.struct.field(pytree_node=False, default=True)
 
     @classmethod
-    def create(cls, rng, head_dim: int, *, num_slices: int = 32, slice_kind: str = "gaussian"):
-        """The family; nothing is drawn."""
-        del rng, head_dim, num_slices, slice_kind
+    def create(
+        cls, rng: Any, head_dim: int, *, num_slices: int = 32, slice_kind: str = "gaussian"
+    ) -> Moments:
+        """The default family; the arguments are not used."""
         return cls()
 
     def num_features(self, head_dim: int) -> int:
-        """``head_dim + 8``, or ``head_dim + 6`` without the absolute ones."""
+        """``head_dim + 8``, or ``head_dim + 6`` without ``absolute``."""
         return head_dim + NUM_INVARIANT + (NUM_ABSOLUTE if self.absolute else 0)
 
-    def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None) -> jax.Array:
-        """Centred features ``(..., N, F)`` of the side of ``q``.
-
-        Raises:
-          ValueError: shapes that do not fit; TypeError: dtypes that are not real floating.
-        """
-        t = _moments(check_tokens(q, k, scale, query_valid, key_valid))
+    def from_tokens(self, tokens: Tokens) -> jax.Array:
+        """Centred features ``(..., N, F)``."""
+        t = _moments(tokens)
         by_c = _product(t.u, t.c)
         along = lambda vector, rows=t.u: jnp.einsum(
             "...nd,...d->...n", rows, vector, precision=_EXACT
@@ -82,18 +79,16 @@ class Moments:
         return x - masks.token_mean(x, t.valid)
 
     def linear(self, coefficients: jax.Array, tokens: Tokens) -> jax.Array:
-        """The features under ``coefficients`` ``(F,)`` or ``(H, F)``: ``(..., N)``.
+        """The features times ``coefficients`` ``(F,)`` or ``(H, F)``, up to a constant.
 
-        One linear and one quadratic form per head, ``u.a + u'Bu``: three products of N d^2, and
-        no feature is formed. Equal to the features' combination up to a constant per problem.
+        This is a linear and a quadratic form per head, ``u.a + u'Bu``: three products of N d^2
+        operations, without the features.
         """
         t = _moments(tokens)
         w = jnp.asarray(coefficients, t.centred.dtype)
         d = t.centred.shape[-1]
-        if w.ndim == 1:
-            w = jnp.broadcast_to(w, (*t.delta.shape[:-1], w.shape[-1]))
-        else:
-            w = jnp.broadcast_to(w, (*t.delta.shape[:-2], *w.shape))
+        lead = t.delta.shape[: t.delta.ndim - w.ndim]
+        w = jnp.broadcast_to(w, (*lead, *w.shape))
         values, rho, delta, by_c, by_c2, by_own, c_delta = (
             w[..., :d],
             *(w[..., d + i, None] for i in range(NUM_INVARIANT)),
@@ -109,7 +104,7 @@ class Moments:
         wide = lambda x: x[..., None]
         b = wide(by_c) * t.c + wide(by_c2) * _product(t.c, t.c) + wide(by_own) * t.c_own
         b = b + 0.5 * wide(rho) * unit
-        # The scale goes to the small factors, so that no scaled copy of the tokens is made.
+        # Scale the small factors, not the tokens, to avoid a copy of the tokens.
         return _dot(t.centred, _product(t.centred, t.root**2 * b) + t.root * a[..., None, :])
 
 
@@ -117,10 +112,10 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 class _Moments(NamedTuple):
-    """Moments of both sides, times ``root = sqrt(scale)``, and the centred tokens of the own side.
+    """Centred tokens of the own side, and the moments of both sides times ``root = sqrt(scale)``.
 
-    centred ``(..., N, d)``, without root; mean, delta ``(..., d)``; c, c_own ``(..., d, d)``; valid
-    ``(..., N)``, None for all.
+    centred ``(..., N, d)``, not times root; mean, delta ``(..., d)``; c, c_own ``(..., d, d)``;
+    valid ``(..., N)``, None if all are.
     """
 
     centred: jax.Array
@@ -139,17 +134,17 @@ class _Moments(NamedTuple):
 
 def _moments(t: Tokens) -> _Moments:
     root = math.sqrt(t.scale)
-    # Relative to one of the tokens, means keep their float32 digits under any offset.
-    some = _first_valid(t.other, t.other_valid)
-    other_mean = masks.token_mean(t.other - some, t.other_valid)
-    own_mean = masks.token_mean(t.own - some, t.own_valid)
-    own = t.own - some - own_mean
+    # Means relative to one of the tokens keep their float32 digits when all tokens are far from 0.
+    origin = _first_valid(t.other, t.other_valid)
+    other_mean = masks.token_mean(t.other - origin, t.other_valid)
+    own_mean = masks.token_mean(t.own - origin, t.own_valid)
+    own = t.own - origin - own_mean
     own_active = masks.zero_inactive(own, t.own_valid)
-    other_active = masks.zero_inactive(t.other - some - other_mean, t.other_valid)
+    other_active = masks.zero_inactive(t.other - origin - other_mean, t.other_valid)
     return _Moments(
         centred=own,
         root=root,
-        mean=root * jnp.squeeze(some + other_mean, -2),
+        mean=root * jnp.squeeze(origin + other_mean, -2),
         delta=root * jnp.squeeze(own_mean - other_mean, -2),
         c=root**2 * _covariance(other_active, t.other_valid),
         c_own=root**2 * _covariance(own_active, t.own_valid),
@@ -158,7 +153,7 @@ def _moments(t: Tokens) -> _Moments:
 
 
 def _first_valid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """The first valid token ``(..., 1, d)``; the first of all where none is valid."""
+    """The first valid token ``(..., 1, d)``, or the first token if none is valid."""
     if valid is None:
         return x[..., :1, :]
     index = jnp.argmax(jnp.broadcast_to(valid, x.shape[:-1]), -1)[..., None, None]

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jax.typing import ArrayLike
 
 from asap_jax import checks, masks
 from asap_jax.features import sorting
 from asap_jax.features.base import check_tokens
 from asap_jax.features.directions import unit_rows
+from asap_jax.problem import Tokens
 
 OUTSIDE = ("extend", "zero")
 
@@ -22,14 +24,14 @@ OUTSIDE = ("extend", "zero")
 def potential_1d(a: jax.Array, b: jax.Array, a_valid: jax.Array, b_valid: jax.Array) -> jax.Array:
     """Source potential of the monotone matching under the cost ``(a - b)^2 / 2``.
 
-    The convex function phi is piecewise linear with ``phi(a_(1)) = 0``; its slope after the t-th
-    sorted valid query is the key quantile ``b_(ceil(t m / n))`` (``b_(t)`` for n = m, the
-    paper's formula), ``b_(1)`` before the first and ``b_(m)`` after the last. The potential is
-    ``a^2 / 2 - phi(a)``, up to a constant.
+    The potential is ``a^2 / 2 - phi(a)`` up to a constant, where phi is convex and piecewise
+    linear. Its slope after the t-th sorted valid query is the key quantile ``b_(ceil(t m / n))``,
+    which is ``b_(t)`` for n = m, the paper's formula. It is ``b_(1)`` before the first query and
+    ``b_(m)`` after the last.
 
-    It is summed as increments ``(a_(t+1) - a_(t)) ((a_(t+1) + a_(t)) / 2 - slope_t)``, which do
-    not change under a common shift of a and b, and evaluated at every a, valid or not. Equal
-    arguments give equal values, so ties are harmless.
+    The increments ``(a_(t+1) - a_(t)) ((a_(t+1) + a_(t)) / 2 - slope_t)`` are summed, because they
+    do not change when a and b are shifted together. The potential is evaluated at every a, valid or
+    not. Equal entries of a get equal values, so ties do no harm.
 
     Args:
       a: query projections ``(N,)``; b: key projections ``(M,)``.
@@ -43,34 +45,34 @@ def potential_1d(a: jax.Array, b: jax.Array, a_valid: jax.Array, b_valid: jax.Ar
     steps = jnp.diff(knots) * (0.5 * (knots[1:] + knots[:-1]) - slopes[:-1])
     heights = jnp.concatenate([jnp.zeros_like(knots[:1]), jnp.cumsum(steps)])
     value = heights[line.at] + (a - knots[line.at]) * (0.5 * (a + knots[line.at]) - line.slope)
-    return jnp.where(line.some, value, jnp.zeros_like(value))
+    return jnp.where(line.nonempty, value, jnp.zeros_like(value))
 
 
 def displacement_1d(
     a: jax.Array, b: jax.Array, a_valid: jax.Array, b_valid: jax.Array
 ) -> jax.Array:
-    """``a`` minus the key that the monotone matching sends it to; arguments as ``potential_1d``.
+    """``a`` minus its key in the monotone matching; arguments as ``potential_1d``.
 
     Returns ``(N,)``, the derivative of the potential: ``a_(r) - b_(r)`` at the r-th sorted query
-    for n = m. Equal arguments take the key of the last of them.
+    for n = m. Equal entries of a all get the key of the last one.
     """
     line = _monotone(a, b, a_valid, b_valid)
     value = a - line.slope
-    return jnp.where(line.some, value, jnp.zeros_like(value))
+    return jnp.where(line.nonempty, value, jnp.zeros_like(value))
 
 
 class _Monotone(NamedTuple):
-    """The convex function of a monotone matching: its knots and slopes, and where each a lies.
+    """The convex function of a monotone matching.
 
-    knots ``(N,)``: sorted support; slopes ``(N,)``: after each knot; at ``(N,)``: the knot before
-    each a (the first for those before it); slope ``(N,)``: at each a; some: n > 0 and m > 0.
+    knots ``(N,)``: the sorted support; slopes ``(N,)``: the slope after each knot; at ``(N,)``: the
+    index of the last knot <= a, or 0; slope ``(N,)``: the slope at each a; nonempty: n, m > 0.
     """
 
     knots: jax.Array
     slopes: jax.Array
     at: jax.Array
     slope: jax.Array
-    some: jax.Array
+    nonempty: jax.Array
 
 
 def _monotone(a, b, a_valid, b_valid) -> _Monotone:
@@ -89,7 +91,7 @@ def _monotone(a, b, a_valid, b_valid) -> _Monotone:
 
 
 def _sorted_support(x: jax.Array, valid: jax.Array, count: jax.Array) -> jax.Array:
-    """The valid entries in ascending order, then the last of them repeated (0 if there is none)."""
+    """The valid entries in ascending order, padded with the last one; all 0 without any."""
     ordered = sorting.ascending(jnp.where(valid, x, jnp.inf))
     last = ordered[jnp.maximum(count, jnp.uint32(1)) - jnp.uint32(1)]
     last = jnp.where(count > 0, last, jnp.zeros_like(last))
@@ -97,51 +99,49 @@ def _sorted_support(x: jax.Array, valid: jax.Array, count: jax.Array) -> jax.Arr
 
 
 def sliced_potentials(
-    q,
-    k,
-    directions,
+    q: ArrayLike,
+    k: ArrayLike,
+    directions: ArrayLike,
     *,
     scale: float | None = None,
-    query_valid=None,
-    key_valid=None,
+    query_valid: ArrayLike | None = None,
+    key_valid: ArrayLike | None = None,
     outside: str = "extend",
 ) -> jax.Array:
     """Sliced source potentials X_Theta(Q, K), centred over the valid queries, in cost units.
 
-    Paper, eq. sliced_projections and sliced_source_potential; any N and M, masked supports.
-    Projections are multiplied by ``sqrt(scale)``. One common vector, the mean of the valid
-    keys, is taken from q and k before projecting: the potential does not change under a common
-    shift, its float32 evaluation would. For a key-side dual swap the roles of q and k.
+    Paper, eq. sliced_projections and sliced_source_potential, for any N and M and masked supports.
+    Projections are multiplied by ``sqrt(scale)``. For a key-side dual swap q and k.
 
     Args:
       q: queries ``(..., N, d)``; k: keys ``(..., M, d)``.
       directions: ``(L, d)``; rows are normalised to unit length.
       scale: score scale > 0; ``1 / sqrt(d)`` when None.
       query_valid, key_valid: bool, broadcasting to ``(..., N)`` and ``(..., M)``: the supports.
-      outside: ``"extend"`` evaluates the same piecewise-linear potential at the other queries,
-        ``"zero"`` gives them 0.
+      outside: ``"extend"`` evaluates the same potential at the invalid queries, ``"zero"`` gives
+        them 0.
 
     Returns:
-      ``(..., N, L)`` in float32, or float64 when q or k is.
+      ``(..., N, L)`` in float32; in float64 if q or k is float64.
 
     Raises:
       TypeError: dtypes that are not real floating.
       ValueError: shapes that do not fit, ``scale <= 0``, an unknown ``outside``.
     """
+    return potentials(check_tokens(q, k, scale, query_valid, key_valid), directions, outside)
+
+
+def potentials(tokens: Tokens, directions: ArrayLike, outside: str) -> jax.Array:
+    """``sliced_potentials`` of checked tokens."""
     checks.one_of("outside", outside, OUTSIDE)
-    x = sliced_features(
-        potential_1d, q, k, directions, scale=scale, query_valid=query_valid, key_valid=key_valid
-    )
-    if outside == "zero":
-        valid = checks.validity("query_valid", query_valid, x[..., 0])
-        x = jnp.where(valid[..., None], x, jnp.zeros_like(x))
-    return x
+    x = sliced_features(potential_1d, tokens, directions)
+    return masks.zero_inactive(x, tokens.own_valid) if outside == "zero" else x
 
 
 def _automatic(function: Callable[..., jax.Array], like: jax.Array) -> Callable[..., jax.Array]:
-    """``function`` with explicit mesh axes made automatic, its result sharded as ``like``.
+    """``function``, with explicit mesh axes made automatic and its result sharded as ``like``.
 
-    Sorting and gathers have no rules for explicit shardings. Without such axes, ``function``.
+    Sorting and gathers have no rules for explicit shardings.
     """
     sharding = jax.typeof(like).sharding
     axes = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
@@ -152,20 +152,13 @@ def _automatic(function: Callable[..., jax.Array], like: jax.Array) -> Callable[
 
 
 def sliced_features(
-    function_1d: Callable[..., jax.Array],
-    q,
-    k,
-    directions,
-    *,
-    scale: float | None = None,
-    query_valid=None,
-    key_valid=None,
+    function_1d: Callable[..., jax.Array], tokens: Tokens, directions: ArrayLike
 ) -> jax.Array:
     """``function_1d(a, b, a_valid, b_valid)`` on every slice, centred over the valid queries.
 
-    Arguments, result ``(..., N, L)`` and errors as ``sliced_potentials``.
+    Directions ``(L, d)``, result ``(..., N, L)`` and errors as ``sliced_potentials``.
     """
-    q, k, scale, query_valid, key_valid = check_tokens(q, k, scale, query_valid, key_valid)
+    q, k, scale, query_valid, key_valid = tokens
     directions = checks.real_array("directions", directions)
     if directions.ndim != 2 or directions.shape[-1] != q.shape[-1]:
         raise ValueError(
@@ -177,6 +170,7 @@ def sliced_features(
     query_valid = checks.validity("query_valid", query_valid, q[..., 0])
     key_valid = checks.validity("key_valid", key_valid, k[..., 0])
 
+    # Potentials do not change when q and k are shifted together; without the shift float32 would.
     common = masks.token_mean(k, key_valid)
     k = masks.zero_inactive(k - common, key_valid)
     q = q - common

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import flax.struct
 import jax
 
-from asap_jax.features.base import register
+from asap_jax.features.base import Family, register
 from asap_jax.features.directions import slice_directions
-from asap_jax.features.potentials import displacement_1d, sliced_features, sliced_potentials
+from asap_jax.features.potentials import displacement_1d, potentials, sliced_features
+from asap_jax.problem import Tokens
 
 
-class _OnSlices:
-    """What families on a bank of slices share: the bank, ``directions (L, d)``."""
+@flax.struct.dataclass
+class _OnSlices(Family):
+    """A family on a bank of slices, ``directions (L, d)``."""
+
+    directions: jax.Array
 
     @classmethod
-    def create(cls, rng, head_dim: int, *, num_slices: int = 32, slice_kind: str = "gaussian"):
+    def create(
+        cls, rng: Any, head_dim: int, *, num_slices: int = 32, slice_kind: str = "gaussian"
+    ) -> Self:
         """The family on a new bank of ``num_slices`` directions."""
         return cls(slice_directions(rng, num_slices, head_dim, kind=slice_kind))
 
     def num_features(self, head_dim: int) -> int:
-        """L, whatever the width of a head."""
-        del head_dim
+        """The number of slices, L."""
         return self.directions.shape[-2]
 
 
@@ -32,25 +39,16 @@ class SlicedPotentials(_OnSlices):
     Attributes:
       directions: ``(L, d)`` slice bank.
       outside: ``"extend"`` or ``"zero"``, see ``sliced_potentials``.
-      frozen: no gradient flows through the features into q and k; otherwise the almost-everywhere
-        gradient of the sort does.
+      frozen: stop gradients from the features to q and k. Otherwise gradients flow through the
+        sort, which is differentiable almost everywhere.
     """
 
-    directions: jax.Array
     outside: str = flax.struct.field(pytree_node=False, default="extend")
     frozen: bool = flax.struct.field(pytree_node=False, default=False)
 
-    def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None) -> jax.Array:
-        """Centred potentials ``(..., N, L)`` of the side of ``q``."""
-        x = sliced_potentials(
-            q,
-            k,
-            self.directions,
-            scale=scale,
-            query_valid=query_valid,
-            key_valid=key_valid,
-            outside=self.outside,
-        )
+    def from_tokens(self, tokens: Tokens) -> jax.Array:
+        """Centred potentials ``(..., N, L)``."""
+        x = potentials(tokens, self.directions, self.outside)
         return jax.lax.stop_gradient(x) if self.frozen else x
 
 
@@ -59,16 +57,12 @@ class SlicedPotentials(_OnSlices):
 class RawProjections(_OnSlices):
     """Ablation without transport: centred projections ``a_i`` (paper, amortization design table).
 
-    Attributes:
-      directions: ``(L, d)`` slice bank.
+    ``directions (L, d)`` is the slice bank.
     """
 
-    directions: jax.Array
-
-    def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None) -> jax.Array:
-        """Centred projections ``(..., N, L)`` of the side of ``q``."""
-        tokens = dict(scale=scale, query_valid=query_valid, key_valid=key_valid)
-        return sliced_features(lambda a, *_: a, q, k, self.directions, **tokens)
+    def from_tokens(self, tokens: Tokens) -> jax.Array:
+        """Centred projections ``(..., N, L)``."""
+        return sliced_features(lambda a, *_: a, tokens, self.directions)
 
 
 @register("rank_displacement")
@@ -76,16 +70,10 @@ class RawProjections(_OnSlices):
 class RankDisplacement(_OnSlices):
     """Ablation: centred displacements ``a_i - b`` to the key of equal rank on every slice.
 
-    The derivative of the sliced potential (paper, amortization design table); for N != M and masks
-    the same key quantiles are used.
-
-    Attributes:
-      directions: ``(L, d)`` slice bank.
+    These are the derivatives of the sliced potentials (paper, amortization design table), with the
+    same key quantiles for N != M and masks. ``directions (L, d)`` is the slice bank.
     """
 
-    directions: jax.Array
-
-    def __call__(self, q, k, *, scale=None, query_valid=None, key_valid=None) -> jax.Array:
-        """Centred displacements ``(..., N, L)`` of the side of ``q``."""
-        tokens = dict(scale=scale, query_valid=query_valid, key_valid=key_valid)
-        return sliced_features(displacement_1d, q, k, self.directions, **tokens)
+    def from_tokens(self, tokens: Tokens) -> jax.Array:
+        """Centred displacements ``(..., N, L)``."""
+        return sliced_features(displacement_1d, tokens, self.directions)

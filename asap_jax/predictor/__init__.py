@@ -1,4 +1,4 @@
-"""The predicted dual: features under a head, and corrections between closures."""
+"""The predicted dual: feature families, a head on them, and corrections between closures."""
 
 from asap_jax.predictor.corrections import Correction
 from asap_jax.predictor.heads import LinearHead, MLPHead

@@ -18,11 +18,11 @@ from asap_jax.spec import SinkhornSpec
 
 @flax.struct.dataclass
 class Correction:
-    """What is added to the dual that a closure gave, to bring it nearer to the teacher's.
+    """A term added to the dual after a closure, to bring it closer to the teacher's.
 
     Attributes:
-      features: tuple of feature families of that side.
-      head: linear, on the closure's centred cost dual and then the features.
+      features: tuple of feature families of the dual's side.
+      head: LinearHead; its first input is the centred cost dual, the others are the features.
     """
 
     features: tuple[Any, ...]
@@ -30,10 +30,7 @@ class Correction:
 
 
 def check_corrections(corrections: Any, num_closures: int) -> None:
-    """Raises TypeError or ValueError unless the corrections fit between ``num_closures``.
-
-    The last closure is never corrected: its marginal would no longer hold.
-    """
+    """Raises TypeError or ValueError unless the corrections fit between ``num_closures``."""
     checks.instance("corrections", corrections, tuple, "a tuple of Corrections")
     for correction in corrections:
         checks.instance("corrections", correction, Correction, "a tuple of Corrections")
@@ -42,7 +39,7 @@ def check_corrections(corrections: Any, num_closures: int) -> None:
     if len(corrections) >= max(num_closures, 1):
         raise ValueError(
             f"{len(corrections)} correction(s) need more than {num_closures} closure(s): the last "
-            f"closure is never corrected, or its marginal would not hold"
+            f"closure cannot be corrected, because its marginal would no longer hold"
         )
 
 
@@ -53,7 +50,7 @@ def advance(
     scaling: jax.Array,
     side: str,
 ) -> tuple[jax.Array, str]:
-    """Takes one closure for each correction and corrects it, from the log ``scaling`` of ``side``.
+    """From the log ``scaling`` of ``side``: a closure and its correction, for each correction.
 
     Returns the last corrected log scaling and its side.
     """
@@ -68,23 +65,23 @@ def advance(
 def corrected(
     correction: Correction, p: Problem, spec: SinkhornSpec, scaling: jax.Array, side: str
 ) -> jax.Array:
-    """The corrected log scaling of ``side``; 0 at tokens that the closures leave out."""
+    """The corrected log scaling of ``side``; 0 at tokens that are inactive in the closures."""
     tokens = p.tokens(side, spec.padding)
     w = checks.array("coefficients", correction.head.coefficients)
     dual = cost_dual(tokens, spec, scaling)
     change = LinearHead(w[..., :1])(dual[..., None]) + features.evaluate(
         correction.features, LinearHead(w[..., 1:]), tokens
     )
-    moved = scaling + change.astype(scaling.dtype) / spec.epsilon
-    return jnp.where(p.active(side), moved, jnp.zeros_like(moved))
+    result = scaling + change.astype(scaling.dtype) / spec.epsilon
+    return jnp.where(p.active(side), result, jnp.zeros_like(result))
 
 
 def design(
     families: tuple[Any, ...], p: Problem, spec: SinkhornSpec, scaling: jax.Array, side: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a correction is fitted on: ``(x (..., N, 1 + F), dual (..., N), valid (..., N))``.
+    """The data to fit a correction: ``(x (..., N, 1 + F), dual (..., N), valid (..., N))``.
 
-    ``dual`` is the centred cost dual that the correction is added to.
+    ``x`` are the inputs of the head, ``dual`` is the centred cost dual before the correction.
     """
     tokens = p.tokens(side, spec.padding)
     dual = cost_dual(tokens, spec, scaling)
@@ -94,9 +91,7 @@ def design(
 
 
 def cost_dual(tokens: Tokens, spec: SinkhornSpec, scaling: jax.Array) -> jax.Array:
-    """The centred cost dual ``(..., N)`` of a log scaling of the own side.
-
-    Dual and shift are centred apart before they are added, which keeps float32 digits.
-    """
+    """The centred cost dual ``(..., N)`` of a log scaling of the own side."""
+    # Centre dual and shift separately: both can be large, and float32 would lose digits.
     dual = masks.center(spec.epsilon * scaling, tokens.own_valid)
     return dual + masks.center(tokens.shift(), tokens.own_valid)

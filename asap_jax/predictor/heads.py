@@ -1,4 +1,4 @@
-"""Heads: from features to a dual."""
+"""Heads: functions from features to a dual."""
 
 from __future__ import annotations
 
@@ -18,25 +18,18 @@ class LinearHead:
     def __call__(self, x: jax.Array) -> jax.Array:
         """``x (..., H, N, F)`` to ``(..., H, N)``."""
         w = checks.array("coefficients", self.coefficients).astype(x.dtype)
-        if w.ndim not in (1, 2) or w.shape[-1] != x.shape[-1]:
+        if w.shape[-1:] != x.shape[-1:] or w.shape[:-1] not in ((), x.shape[-3:-2]):
             raise ValueError(
-                f"coefficients of shape {w.shape} do not fit features of shape "
-                f"{x.shape}: expected ({x.shape[-1]},) or (heads, {x.shape[-1]})"
+                f"coefficients of shape {w.shape} do not fit features of shape {x.shape}: "
+                f"expected ({x.shape[-1]},) or (heads, {x.shape[-1]})"
             )
-        exact = jax.lax.Precision.HIGHEST
-        if w.ndim == 1:
-            return jnp.einsum("...nf,f->...n", x, w, precision=exact)
-        if x.ndim < 3 or x.shape[-3] != w.shape[0]:
-            raise ValueError(
-                f"coefficients of shape {w.shape} are for {w.shape[0]} heads, "
-                f"features of shape {x.shape} have another number"
-            )
-        return jnp.einsum("...hnf,hf->...hn", x, w, precision=exact)
+        form = "...nf,f->...n" if w.ndim == 1 else "...hnf,hf->...hn"
+        return jnp.einsum(form, x, w, precision=jax.lax.Precision.HIGHEST)
 
 
 @flax.struct.dataclass
 class MLPHead:
-    """A linear head with a small hidden layer beside it: ``x.w + tanh(x W + b).o`` per head.
+    """A linear head plus a small hidden layer: ``x.w + tanh(x W + b).o`` for every head.
 
     Attributes:
       coefficients_in: ``(H, F)`` or ``(F,)``.
@@ -49,10 +42,12 @@ class MLPHead:
     out: jax.Array
 
     @classmethod
-    def around(cls, linear: LinearHead, whitening: jax.Array, num_hidden: int, seed: int):
-        """The head that equals ``linear``, with hidden units on whitened features to be fitted.
+    def around(
+        cls, linear: LinearHead, whitening: jax.Array, num_hidden: int, seed: int
+    ) -> MLPHead:
+        """A head equal to ``linear``: random hidden units on whitened features, with ``out`` 0.
 
-        ``whitening (..., F, F)``: features times it have unit covariance.
+        ``whitening (..., F, F)`` maps features to unit covariance.
         """
         w = linear.coefficients
         draw = jax.random.normal(jax.random.key(seed), (*w.shape, num_hidden), w.dtype)
@@ -77,8 +72,8 @@ class MLPHead:
         heads = "" if bias.ndim == 1 else "h"
         exact = jax.lax.Precision.HIGHEST
         inside = jnp.einsum(f"...{heads}nf,{heads}fk->...{heads}nk", x, hidden, precision=exact)
-        bias = bias[..., None, :]
-        inside = jnp.tanh(inside + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape))
+        bias = jax.lax.broadcast_to_rank(bias[..., None, :], x.ndim)
+        inside = jnp.tanh(inside + bias)
         return linear + jnp.einsum(
             f"...{heads}nk,{heads}k->...{heads}n", inside, out, precision=exact
         )

@@ -1,15 +1,17 @@
-"""The predictor: features and a head that give a dual without the scaling loop.
+"""The predictor: features and a head that predict a dual without the scaling loop.
 
 Paper, eq. asap_source_prediction: ``f_hat = Pi_0(X_Theta(Q, K) omega)``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from asap_jax import checks, features, masks
 from asap_jax.predictor.corrections import Correction, check_corrections
@@ -26,22 +28,22 @@ BASELINES = ("none", "first_step")
 class Predictor:
     """Predicts a centred dual of one side, in cost coordinates.
 
-    ``Predictor(directions=..., coefficients=...)`` is the shorthand for the paper's: one family
-    of sliced potentials under a linear head. A ``flax.struct`` pytree.
+    ``Predictor(directions=..., coefficients=...)`` is the paper's predictor: sliced potentials and
+    a linear head. A ``flax.struct`` pytree.
 
     Attributes:
       features: tuple of feature families, concatenated; each owns its arrays.
-      head: from features to a dual, for instance ``LinearHead``.
+      head: a callable from features to a dual, for instance ``LinearHead``.
       token_bias: ``(length,)``, or per head ``(H, length)``, added to the dual by position; or
         None.
-      corrections: tuple of ``Correction``; the i-th is applied to the dual that the i-th closure
-        gives, before the next closure (a chain). Fewer than the closures.
-      statistics: numbers measured while calibrating (a dict of arrays), or None.
-      side: ``"query"`` or ``"key"``: whose dual this is.
+      corrections: tuple of ``Correction``; the i-th one changes the dual after the i-th closure.
+        There are fewer corrections than closures.
+      statistics: a dict of arrays measured while calibrating, or None.
+      side: ``"query"`` or ``"key"``, the side of the dual.
       baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
         of that side from the zero dual (residual log-sum-exp).
-      padding: which tokens carry features, see ``SinkhornSpec``; None leaves it to the spec.
-        ``"none"`` takes in padded queries that a key mask leaves in the closures: they carry
+      padding: which tokens carry features, see ``SinkhornSpec``; None means as in the spec.
+        ``"none"`` includes padded queries that a key-only mask leaves in the closures: they carry
         column mass, so the key dual depends on them.
     """
 
@@ -82,17 +84,9 @@ class Predictor:
             checks.one_of("padding", padding, PADDINGS)
         features = _as_tuple("features", features, "feature families, such as Moments()")
         corrections = _as_tuple("corrections", corrections, "Corrections")
-        for name, value in dict(
-            features=features,
-            head=head,
-            token_bias=token_bias,
-            corrections=corrections,
-            statistics=statistics,
-            side=side,
-            baseline=baseline,
-            padding=padding,
-        ).items():
-            object.__setattr__(self, name, value)
+        values = (features, head, token_bias, corrections, statistics, side, baseline, padding)
+        for field, value in zip(dataclasses.fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
 
     @property
     def coefficients(self) -> jax.Array:
@@ -103,24 +97,24 @@ class Predictor:
 _families = features
 
 
-def _as_tuple(name: str, value: Any, wanted: str) -> Any:
-    """``value``, a list as a tuple.
+def _as_tuple(name: str, value: Any, expected: str) -> Any:
+    """``value``; a list as a tuple.
 
-    Pytree tools rebuild this class with placeholder leaves (orbax uses strings), so only what can
-    never be a leaf is refused here, with a TypeError; ``predict`` checks the rest.
+    Pytree tools rebuild this class with placeholder leaves (orbax uses strings), so this rejects
+    only what can never be a leaf; ``predict`` checks the rest.
     """
     if isinstance(value, Correction) or callable(value):
-        raise TypeError(f"{name} must be a tuple of {wanted}, got {checks.describe(value)}")
+        raise TypeError(f"{name} must be a tuple of {expected}, got {checks.describe(value)}")
     return tuple(value) if isinstance(value, list) else value
 
 
 @flax.struct.dataclass
 class DualPair:
-    """Both duals predicted, for the ablation without a c-transform (paper, design table).
+    """Predictors of both duals, for the ablation without a c-transform (paper, design table).
 
     Attributes:
       query, key: predictors of the two sides.
-      offset: added to the centred key dual, so that the pair's sum is absolute; ``()``.
+      offset: ``()``, added to the key dual, because predicted duals are centred and f + g is not.
     """
 
     query: Predictor
@@ -130,21 +124,22 @@ class DualPair:
 
 def predict(
     predictor: Predictor,
-    q,
-    k,
+    q: ArrayLike,
+    k: ArrayLike,
     *,
     scale: float | None = None,
-    query_valid=None,
-    key_valid=None,
-    scores=None,
+    query_valid: ArrayLike | None = None,
+    key_valid: ArrayLike | None = None,
+    scores: ArrayLike | None = None,
     epsilon: float = 1.0,
-    mask=None,
+    mask: ArrayLike | None = None,
 ) -> jax.Array:
     """The predicted dual of ``predictor.side``, centred over its valid tokens, cost coordinates.
 
     Args:
       predictor: the fitted predictor.
-      q: queries ``(..., N, d)``; k: keys ``(..., M, d)``; a per-head head needs heads on axis -3.
+      q: queries ``(..., N, d)``; k: keys ``(..., M, d)``. Coefficients per head need heads on axis
+        -3.
       scale: score scale; ``1 / sqrt(d)`` when None.
       query_valid, key_valid: bool, broadcasting to ``(..., N)``, ``(..., M)``: feature validities.
       scores, epsilon, mask: only for ``baseline="first_step"``.
@@ -155,33 +150,29 @@ def predict(
 
     Raises:
       ValueError: shapes that do not fit, a missing head or features.
-      TypeError: not a Predictor, or parts of it of the wrong type.
+      TypeError: not a Predictor, or one with parts of the wrong type.
     """
     check(predictor)
-    tokens = features.check_tokens(q, k, scale, query_valid, key_valid)
-    if predictor.side == "key":
-        tokens = tokens.swapped()
+    queries_first = features.check_tokens(q, k, scale, query_valid, key_valid)
+    tokens = queries_first if predictor.side == "query" else queries_first.swapped()
     if predictor.baseline != "first_step":
         return centred_dual(predictor, tokens)
     if scores is None:
         raise ValueError("baseline='first_step' needs scores")
     scores = checks.real_array("scores", scores)
-    if scores.shape != (*q.shape[:-1], k.shape[-2]):
-        raise ValueError(
-            f"scores of shape {scores.shape} do not fit q of shape {q.shape} and k of shape "
-            f"{k.shape}"
-        )
+    expected = (*queries_first.own.shape[:-1], queries_first.other.shape[-2])
+    if scores.shape != expected:
+        raise ValueError(f"scores of shape {scores.shape} do not fit q and k: expected {expected}")
     first = first_step(scores, tokens, predictor.side, epsilon=epsilon, mask=mask)
     return centred_dual(predictor, tokens, first)
 
 
 def check(predictor: Predictor, num_closures: int | None = None) -> None:
-    """Raises TypeError or ValueError unless ``predictor`` can be evaluated.
+    """Raises TypeError or ValueError if ``predictor`` cannot be evaluated.
 
-    With ``num_closures`` also unless its corrections fit between that many closures.
+    With ``num_closures``, also if its corrections do not fit between that many closures.
     """
-    if not isinstance(predictor, Predictor):
-        raise TypeError(f"predictor must be a Predictor, got {checks.describe(predictor)}")
+    checks.instance("predictor", predictor, Predictor, "a Predictor")
     if not predictor.features or predictor.head is None:
         raise ValueError(
             "predictor needs at least one feature family and a head (for instance "
@@ -195,9 +186,9 @@ def check(predictor: Predictor, num_closures: int | None = None) -> None:
 
 
 def centred_dual(predictor: Predictor, tokens: Tokens, first: jax.Array | None = None) -> jax.Array:
-    """The dual of checked tokens, those of ``predictor.side`` first: ``(..., N)``.
+    """The predicted dual ``(..., N)`` of checked tokens, with ``predictor.side`` as their own side.
 
-    Paper, eq. asap_source_prediction. ``first`` is the dual that the features correct, for
+    Paper, eq. asap_source_prediction. ``first`` is added: the first half-step, for
     ``baseline="first_step"``.
     """
     dual = features.evaluate(predictor.features, predictor.head, tokens)
@@ -207,7 +198,7 @@ def centred_dual(predictor: Predictor, tokens: Tokens, first: jax.Array | None =
             raise ValueError(
                 f"token_bias of shape {bias.shape} does not fit {dual.shape[-1]} tokens"
             )
-        dual = dual + bias.reshape((1,) * (dual.ndim - bias.ndim) + bias.shape)
+        dual = dual + jax.lax.broadcast_to_rank(bias, dual.ndim)
     if first is not None:
         dual = dual + first
     return masks.center(dual, tokens.own_valid)
@@ -216,10 +207,11 @@ def centred_dual(predictor: Predictor, tokens: Tokens, first: jax.Array | None =
 def first_step(
     scores: jax.Array, tokens: Tokens, side: str, *, epsilon: float = 1.0, mask: Any = None
 ) -> jax.Array:
-    """The first half-step of ``side`` from the zero dual, cost coordinates: ``T(0) + shift``."""
+    """The first half-step of ``side`` from the zero dual, in cost coordinates."""
     if side == "query":
-        zero, transform = scores[..., 0, :], ctransform.query_ctransform
+        zero = jnp.zeros_like(scores[..., 0, :])
+        dual = ctransform.query_ctransform(scores, zero, epsilon=epsilon, mask=mask)
     else:
-        zero, transform = scores[..., 0], ctransform.key_ctransform
-    dual = transform(scores, jnp.zeros_like(zero), epsilon=epsilon, mask=mask)
+        zero = jnp.zeros_like(scores[..., 0])
+        dual = ctransform.key_ctransform(scores, zero, epsilon=epsilon, mask=mask)
     return dual + tokens.shift().astype(dual.dtype)

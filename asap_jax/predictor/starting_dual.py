@@ -1,7 +1,8 @@
-"""From a predictor and a call's problems to the log scaling that the closures start from."""
+"""The log scaling from which closures start, predicted for the problems of a call."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,13 +19,13 @@ from asap_jax.spec import SinkhornSpec
 
 @flax.struct.dataclass
 class DeferredStart:
-    """A prediction still to be made: a function from a group of problems to their log scaling.
+    """A deferred prediction: called on a group of problems, it returns their log scaling.
 
-    A predictor may hold callables, so leaves that are not arrays are static metadata here.
+    A predictor may hold callables; leaves that are not arrays are stored as static metadata.
 
     Attributes:
       arrays: the predictor's arrays.
-      rest: hashable: the tree of the predictor and its other leaves.
+      rest: the tree structure of the predictor and its other leaves, hashable.
       spec: the teacher's convention.
       side: the side of the scaling.
     """
@@ -36,20 +37,21 @@ class DeferredStart:
 
     @classmethod
     def of(cls, predictor: Predictor, spec: SinkhornSpec, num_closures: int) -> DeferredStart:
-        """The start of ``num_closures`` by ``predictor``; its statistics are dropped."""
+        """The start of ``num_closures`` closures; the predictor's statistics are dropped."""
         check(predictor, num_closures)
-        if predictor.statistics is not None:
-            predictor = predictor.replace(statistics=None)
-        leaves, tree = jax.tree.flatten(predictor)
+        leaves, tree = jax.tree.flatten(dataclasses.replace(predictor, statistics=None))
         arrays = tuple(x for x in leaves if _is_array(x))
-        others = tuple(None if _is_array(x) else _hashable(x) for x in leaves)
+        others = tuple(
+            None if _is_array(x) else x if isinstance(x, Hashable) else _ByIdentity(x)
+            for x in leaves
+        )
         odd = len(predictor.corrections) % 2  # each correction comes after a closure
         side = OTHER[predictor.side] if odd else predictor.side
         return cls(arrays, (tree, others), spec, side)
 
     @property
     def predictor(self) -> Predictor:
-        """The predictor put together again."""
+        """The predictor, rebuilt."""
         tree, others = self.rest
         arrays = iter(self.arrays)
         leaves = [next(arrays) if x is None else x for x in others]
@@ -63,7 +65,7 @@ class DeferredStart:
 
 
 class _ByIdentity:
-    """Wraps an object without a hash: equal to itself alone."""
+    """Wraps an object that has no hash; equal only to a wrapper of the same object."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -79,14 +81,10 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
-def _hashable(x: Any) -> Hashable:
-    return x if isinstance(x, Hashable) else _ByIdentity(x)
-
-
 def starting_scaling(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> tuple[jax.Array, str]:
-    """The log scaling that the closures after the corrected ones start from, and its side.
+    """The predicted log scaling, after the corrected closures if there are any, and its side.
 
-    ``spec.padding`` gives way to the predictor's, where it has one.
+    ``predictor.padding`` overrides ``spec.padding``.
     """
     scaling = predicted_dual(predictor, p, spec) / spec.epsilon
     if not predictor.corrections:

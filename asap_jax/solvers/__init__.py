@@ -1,1 +1,1 @@
-"""Half-steps on the scores: log domain, matrix scaling, tiles, and how a call is shared out."""
+"""Sinkhorn half-steps: in the log domain, by matrix scaling, and in tiles; and plans of them."""

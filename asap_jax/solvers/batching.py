@@ -1,7 +1,7 @@
-"""Working through many problems a few at a time.
+"""Computes many problems in groups.
 
-A layer is ``batch x heads`` independent problems. On a CPU it pays to finish a few of them, whose
-kernels fit the cache, before the next; memory then holds a few kernels instead of all.
+A layer is ``batch x heads`` independent problems. Groups whose kernels fit the cache are faster on
+a CPU, and memory holds the kernels of one group only.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-ELEMENTS = {"cpu": 2**19}
-"""Kernel entries of the problems done at a time, by backend (2 MiB in float32): on CPUs fewer leave
-small problems too short for the cores, more leave the cache. Other backends do all at once."""
+ELEMENTS: dict[str, float] = {"cpu": 2**19}
+"""Largest number of kernel entries in one group, by backend. 2 MiB in float32 on CPUs: smaller
+groups do not occupy all cores, larger ones leave the cache. Other backends use one group."""
 
 
 def group_sizes(
     lead: tuple[int, ...], kernel_size: int, limit: int | None = None
 ) -> tuple[int, ...]:
-    """How many problems of each leading axis are done at a time.
+    """The size of one group of problems along each leading axis.
 
     Args:
       lead: leading axes, ``(..., heads)``.
-      kernel_size: entries of one problem's kernel.
-      limit: entries at a time; by the default backend when None. It decides speed, not results.
+      kernel_size: number of entries of one problem's kernel.
+      limit: largest number of kernel entries in a group; from ``ELEMENTS`` when None. It changes
+        speed, not results.
 
     Returns:
-      One divisor per axis: innermost axes whole while they fit, the outer ones of size 1. All of
-      them whole where a size is symbolic (``jax.export``).
+      One divisor per axis. Inner axes are whole as long as they fit; the axes outside them have
+      size 1. If a size is symbolic (``jax.export``), all axes are whole.
     """
     if not all(isinstance(n, int) for n in (*lead, kernel_size)):
         return lead
     room = (limit or ELEMENTS.get(jax.default_backend(), math.inf)) / max(kernel_size, 1)
-    result = []
+    result: list[int] = []
     for n in reversed(lead):
-        fitting = [d for d in range(1, n + 1) if n % d == 0 and d <= max(room, 1)]
-        size = n if n <= room else fitting[-1]
+        divisors = [d for d in range(1, n + 1) if n % d == 0 and d <= max(room, 1)]
+        size = n if n <= room else divisors[-1]
         room = room / max(n, 1) if size == n else 1
         result.append(size)
     return tuple(reversed(result))
@@ -50,14 +51,14 @@ def map_groups(
     lead: tuple[int, ...],
     step: tuple[int, ...],
 ) -> jax.Array:
-    """``function(*trees)``, computed ``step`` problems at a time.
+    """``function(*trees)``, computed one group of problems after the other.
 
     Args:
-      function: from pytrees with leading axes ``step`` to one such array; pure. In reverse mode
-        it stores what it wants: wrap it in ``jax.checkpoint`` so that no kernel outlives its group.
-      trees: pytrees of arrays with leading axes ``lead``, or 1 where an array is shared.
+      function: pure, from pytrees with leading axes ``step`` to an array with these axes. Wrap it
+        in ``jax.checkpoint``; otherwise reverse mode stores the kernels of all groups.
+      trees: pytrees of arrays with leading axes ``lead``, or 1 for an axis that problems share.
       lead: the leading axes of the result.
-      step: from ``group_sizes``.
+      step: the size of a group, from ``group_sizes``.
     """
     split = [i for i, (n, size) in enumerate(zip(lead, step, strict=True)) if size < n]
     if not split:
@@ -67,7 +68,7 @@ def map_groups(
     leaves, structure = jax.tree.flatten(trees)
     mapped = [a.shape[axis] != 1 for a in leaves]
 
-    # XLA copies an array when an axis is moved across an axis of size 1, so none goes through.
+    # XLA copies an array when an axis is moved across an axis of size 1, so drop those first.
     ones = axis if all(n == 1 for n in lead[:axis]) else 0
     at, own = axis - ones, (size,) if size > 1 else ()
 

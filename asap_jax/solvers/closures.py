@@ -1,8 +1,8 @@
-"""Which closures a plan takes: a static description that every implementation reads.
+"""The closures of a plan, as a static value that every implementation takes.
 
-A *closure* is one half-normalisation: the c-transform of the dual on one side, which makes the
-sums over that side exact. Sinkhorn itself is S closures from the key dual 0; the compiled layer
-is a few closures from a predicted dual.
+A *closure* is one half-normalisation: the c-transform of the dual of one side. It gives the dual
+of the other side, with exact sums there. Sinkhorn is S closures from the key dual 0; the compiled
+layer is a few closures from a predicted dual.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 AXIS = {"query": -2, "key": -1}
-"""The axis that a closure *from* a side sums over."""
+"""The axis of the kernel over which a closure from this side sums."""
 OTHER = {"query": "key", "key": "query"}
 
 
@@ -18,8 +18,8 @@ class Closures(NamedTuple):
     """``num_steps`` closures from a log scaling on ``side``.
 
     Attributes:
-      side: ``"query"`` or ``"key"``: the side of the scaling that is given.
-      num_steps: how many; the first gives the other side's scaling.
+      side: ``"query"`` or ``"key"``: the side of the starting scaling.
+      num_steps: number of closures; the first one gives the scaling of the other side.
       epsilon: entropic regularisation.
     """
 

@@ -1,7 +1,7 @@
 """Entropic c-transforms (paper, eq. key_c_transform and source_c_transform).
 
-Everything runs on the *log kernel* ``scores / epsilon`` with -inf at masked entries, in log
-scalings ``u = f / epsilon``, ``v = g / epsilon``. Slots with no allowed entry get the dual 0.
+The internal functions take the *log kernel* ``scores / epsilon``, -inf where masked, and log
+scalings ``u = f / epsilon``, ``v = g / epsilon``. A token with no allowed entry gets the dual 0.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from asap_jax import checks, masks
 
@@ -25,29 +26,38 @@ def log_kernel(scores: jax.Array, epsilon: float, mask: jax.Array | None) -> jax
     return kernel if mask is None else jnp.where(mask, kernel, -jnp.inf)
 
 
-def _peak(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The maximum over ``axis`` (kept; 0 where all entries are -inf) and where that is so."""
+def _shifted(kernel: jax.Array, scaling: jax.Array, axis: int) -> tuple[jax.Array, ...]:
+    """``mass = exp(kernel + scaling - peak)``, its sums ``total``, and the maxima ``peak``.
+
+    The sums and maxima over ``axis`` keep it. The fourth result says which slices are all -inf;
+    their total is 1 and their peak 0.
+    """
+    x = kernel + jnp.expand_dims(scaling, -1 if axis == -2 else -2)
     peak = jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True))
     empty = peak == -jnp.inf
-    return jnp.where(empty, jnp.zeros_like(peak), peak), empty
+    peak = jnp.where(empty, jnp.zeros_like(peak), peak)
+    mass = jnp.exp(x - peak)
+    total = jnp.sum(mass, axis=axis, keepdims=True)
+    return mass, jnp.where(empty, jnp.ones_like(total), total), peak, empty
 
 
-def closure_step(kernel: jax.Array, scaling: jax.Array, axis: int, log_target) -> jax.Array:
+def closure_step(
+    kernel: jax.Array, scaling: jax.Array, axis: int, log_target: ArrayLike
+) -> jax.Array:
     """One half-step: the log scaling that gives every slice along ``axis`` its target sum.
 
     ``kernel (..., N, M)`` is the log kernel. ``axis=-2`` sums over queries: from the query
     scaling u ``(..., N)`` to the key scaling v ``(..., M)``; ``axis=-1`` the other way.
     ``log_target`` is a scalar or broadcasts to the result. Differentiable everywhere.
     """
-    x = kernel + jnp.expand_dims(scaling, -1 if axis == -2 else -2)
-    peak, empty = _peak(x, axis)
-    total = jnp.sum(jnp.exp(x - peak), axis=axis, keepdims=True)
-    lse = jnp.log(jnp.where(empty, jnp.ones_like(total), total)) + peak
-    result = log_target - jnp.squeeze(lse, axis)
+    _, total, peak, empty = _shifted(kernel, scaling, axis)
+    result = log_target - jnp.squeeze(jnp.log(total) + peak, axis)
     return jnp.where(jnp.squeeze(empty, axis), jnp.zeros_like(result), result)
 
 
-def closure_weights(kernel: jax.Array, scaling: jax.Array, axis: int, log_target) -> jax.Array:
+def closure_weights(
+    kernel: jax.Array, scaling: jax.Array, axis: int, log_target: ArrayLike
+) -> jax.Array:
     """The weights after the final half-step, in the equivalent softmax form.
 
     Same arguments as ``closure_step``; returns A ``(..., N, M)``. The slices along ``axis`` sum
@@ -58,27 +68,30 @@ def closure_weights(kernel: jax.Array, scaling: jax.Array, axis: int, log_target
 
 
 def closure_parts(
-    kernel: jax.Array, scaling: jax.Array, axis: int, log_target
+    kernel: jax.Array, scaling: jax.Array, axis: int, log_target: ArrayLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The final half-step before its division: ``A = mass * (target / total)``.
+    """The factors of the weights after the final half-step: ``A = mass * (target / total)``.
 
     Same arguments as ``closure_step``; returns ``mass (..., N, M)`` in 0..1, its sums ``total``
-    over ``axis`` (kept; 1 where all is masked) and ``target``, broadcasting to ``total``.
+    over ``axis``, which keeps size 1 (sums of masked slices are 1), and ``target``, which
+    broadcasts to ``total``.
     """
-    x = kernel + jnp.expand_dims(scaling, -1 if axis == -2 else -2)
-    peak, empty = _peak(x, axis)
-    mass = jnp.exp(x - peak)
-    total = jnp.sum(mass, axis=axis, keepdims=True)
+    mass, total, _, _ = _shifted(kernel, scaling, axis)
     target = jnp.exp(jnp.asarray(log_target, dtype=kernel.dtype))
-    if target.ndim:
-        target = jnp.expand_dims(target, axis)
-    return mass, jnp.where(empty, jnp.ones_like(total), total), target
+    return mass, total, jnp.expand_dims(target, axis) if target.ndim else target
 
 
-def key_ctransform(scores, f, *, epsilon: float = 1.0, log_target=0.0, mask=None) -> jax.Array:
+def key_ctransform(
+    scores: ArrayLike,
+    f: ArrayLike,
+    *,
+    epsilon: float = 1.0,
+    log_target: ArrayLike = 0.0,
+    mask: ArrayLike | None = None,
+) -> jax.Array:
     """Key-side transform ``g_j = eps log_target - eps LSE_i((s_ij + f_i) / eps)``.
 
-    Paper, eq. key_c_transform, on the score kernel (pass ``-C`` as scores for the cost kernel).
+    Paper, eq. key_c_transform, on the score kernel. For the cost kernel, pass ``-C`` as scores.
 
     Args:
       scores: ``(..., N, M)``.
@@ -91,56 +104,70 @@ def key_ctransform(scores, f, *, epsilon: float = 1.0, log_target=0.0, mask=None
       g ``(..., M)``; 0 at keys that no query may attend.
 
     Raises:
-      TypeError, ValueError: dtypes, shapes or settings that do not fit, named.
+      TypeError, ValueError: dtypes, shapes or settings that do not fit.
     """
     return _ctransform(scores, f, "f", -2, epsilon, log_target, mask)
 
 
-def query_ctransform(scores, g, *, epsilon: float = 1.0, log_target=0.0, mask=None) -> jax.Array:
+def query_ctransform(
+    scores: ArrayLike,
+    g: ArrayLike,
+    *,
+    epsilon: float = 1.0,
+    log_target: ArrayLike = 0.0,
+    mask: ArrayLike | None = None,
+) -> jax.Array:
     """Query-side transform ``f_i = eps log_target - eps LSE_j((s_ij + g_j) / eps)``.
 
-    Paper, eq. source_c_transform: the mirror of ``key_ctransform``. ``g (..., M)`` is a key
-    dual, ``log_target`` the log of the target row sum (0 on attention scale). Returns
+    Paper, eq. source_c_transform: ``key_ctransform`` with the sides exchanged. ``g (..., M)`` is a
+    key dual, ``log_target`` the log of the target row sum (0 on attention scale). Returns
     f ``(..., N)``; 0 at queries with no key.
     """
     return _ctransform(scores, g, "g", -1, epsilon, log_target, mask)
 
 
-def _ctransform(scores, dual, name, axis, epsilon, log_target, mask):
+def _ctransform(scores, dual, name, axis, epsilon, log_target, mask) -> jax.Array:
     scores, dual = _score_args(scores, dual, name, axis)
     epsilon = checks.positive_float("epsilon", epsilon)
     mask = masks.as_mask(mask, scores.shape)
     log_target = checks.array("log_target", log_target, scores.dtype)
     result = (*scores.shape[:-2], scores.shape[-1 if axis == -2 else -2])
-    if log_target.ndim and log_target.shape != result:
+    if log_target.ndim:
         checks.broadcasts_to("log_target", log_target.shape, "the transform", result)
     kernel = log_kernel(scores, epsilon, mask)
     return epsilon * closure_step(kernel, dual / epsilon, axis, log_target)
 
 
-def attention_weights(scores, f, g, *, epsilon: float = 1.0, mask=None) -> jax.Array:
+def attention_weights(
+    scores: ArrayLike,
+    f: ArrayLike,
+    g: ArrayLike,
+    *,
+    epsilon: float = 1.0,
+    mask: ArrayLike | None = None,
+) -> jax.Array:
     """Weights ``A_ij = exp((s_ij + f_i + g_j) / eps)``, attention scale (paper, A = N P).
 
     Args:
       scores: ``(..., N, M)``; f: ``(..., N)``; g: ``(..., M)``, score coordinates.
       epsilon: > 0.
-      mask: rank of the scores; masked entries are exactly 0, whatever the duals there.
+      mask: rank of the scores; masked entries are exactly 0 for any duals.
 
     Returns:
       ``(..., N, M)``.
     """
-    scores, f = _score_args(scores, f, "f", -2)
-    scores, g = _score_args(scores, g, "g", -1)
+    s, f = _score_args(scores, f, "f", -2)
+    s, g = _score_args(s, g, "g", -1)
     epsilon = checks.positive_float("epsilon", epsilon)
-    kernel = log_kernel(scores, epsilon, masks.as_mask(mask, scores.shape))
+    kernel = log_kernel(s, epsilon, masks.as_mask(mask, s.shape))
     exponent = kernel + f[..., :, None] / epsilon + g[..., None, :] / epsilon
     if mask is not None:
         exponent = jnp.where(kernel == -jnp.inf, -jnp.inf, exponent)
     return jnp.exp(exponent)
 
 
-def _score_args(scores, dual, name, axis):
-    """Scores and a dual of the side summed over, in one accumulation dtype."""
+def _score_args(scores: Any, dual: Any, name: str, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Scores, and a dual of the side that ``axis`` sums over, in one accumulation dtype."""
     scores = checks.at_least_f32(checks.real_array("scores", scores))
     dual = checks.real_array(name, dual)
     if scores.ndim < 2 or dual.shape != (*scores.shape[:-2], scores.shape[axis]):

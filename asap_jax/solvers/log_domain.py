@@ -1,6 +1,6 @@
-"""Closures in the log domain: exact at any logits, the reference and the fallback of the others.
+"""Closures in the log domain: exact at any logits; the other implementations fall back to them.
 
-Log scalings throughout (``u = f / epsilon``).
+All scalings are log scalings, ``u = f / epsilon``.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from asap_jax.solvers.closures import AXIS, OTHER, Closures
 def apply(
     p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, mix: bool
 ) -> jax.Array:
-    """The weights ``(..., N, M)`` after the closures, or, with ``mix``, ``A v (..., N, d_v)``.
+    """The weights A ``(..., N, M)`` after the closures, or ``A v (..., N, d_v)`` with ``mix``.
 
     Args:
       p: the problems.
       start: log scaling of ``closures.side``, ``(..., N)`` or ``(..., M)``.
-      log_target: log column target, see ``Problem.log_key_target``; rows sum to 1.
+      log_target: log column target, see ``Problem.log_key_target``; the row target is 1.
       closures: one or more.
-      mix: static; whether to return the product with the values.
+      mix: static; return the product with the values.
     """
     weights = weights_after(p, start, log_target, closures)
-    return ctransform.mixture(weights, p.v, p.precision) if mix else weights
+    return ctransform.mixture(weights, p.values, p.precision) if mix else weights
 
 
 def weights_after(
     p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures
 ) -> jax.Array:
-    """Weights A ``(..., N, M)`` after one closure or more.
+    """The weights A ``(..., N, M)`` after one or more closures.
 
-    The last closure is taken in softmax form, exact on its own marginal.
+    The last closure is a softmax, so its marginal is exact.
     """
     kernel = p.log_kernel(closures.epsilon)
     before_last = closures._replace(num_steps=closures.num_steps - 1)
@@ -56,9 +56,9 @@ def alternate(
       log_target: log column target; the row target is 1.
 
     Returns:
-      ``(u, v)``, the last scaling of each side (0 for a side never reached).
+      ``(u, v)``, the last scaling of each side; 0 for a side without one.
 
-    The loop body is rematerialised, so reverse mode keeps vectors, not matrices, per step.
+    Reverse mode recomputes the loop body, so it stores vectors, not matrices, for each step.
     """
     side, num_steps = closures.side, closures.num_steps
     step = lambda x, at: half_step(kernel, x, at, log_target)

@@ -1,15 +1,17 @@
 """Matrix scaling: exponentiate once, then every closure is a matrix-vector product.
 
-Where the norms of queries and keys show that no entry can leave ``exp(+-REACH)``, the log kernel is
-exponentiated as it is. Elsewhere it is first divided by its largest entries along one axis, then
-along the other, so that every row and every column has an entry 1 and none is larger. What this
-form cannot represent (a sum outside ``FLOOR`` and ``CEILING``, where entries or derivatives lost to
-underflow could begin to matter, or a value that is not finite) is noticed, and the log domain takes
-over, by ``lax.cond`` on scalars, so an untrusted result is never returned.
+If the norms of queries and keys show that every entry lies within ``exp(+-REACH)``, the log kernel
+is exponentiated unchanged. Otherwise the peaks of one axis and then of the other are divided out,
+so that every row and every column has an entry 1 and none is larger.
+
+The result is checked: a sum outside ``FLOOR`` and ``CEILING`` means that underflow may matter for
+the weights or their derivatives. Then, and for values that are not finite, ``lax.cond`` switches to
+the log domain, so an untrusted result is never returned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -22,18 +24,18 @@ from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import AXIS, OTHER, Closures
 
 REACH = 32.0
-"""Largest exponent of an entry that is taken as it is, start included: sums stay within limits."""
+"""Largest absolute exponent, start included, that is exponentiated without dividing peaks out."""
 FLOOR = 1e-14
-"""Smallest sum that is trusted: an entry lost to underflow (below 1.2e-38) then carries at most
+"""Smallest trusted sum. An entry lost to underflow (below 1.2e-38) is then at most
 1.2e-38 / FLOOR**2, about 1e-10, of any row or column."""
 CEILING = 1e18
-"""Largest sum that is trusted: the square of its inverse, which derivatives take, is 1e-36."""
+"""Largest trusted sum. Derivatives need the square of its inverse, 1e-36."""
 
 
 class Scaled(NamedTuple):
-    """A plan ``row_i matrix_ij column_j`` and whether it may be trusted.
+    """A plan ``row_i matrix_ij column_j``; the scalar bool ``ok`` says if it can be trusted.
 
-    ``matrix (..., N, M)``, ``row (..., N)``, ``column (..., M)``, ``ok`` a scalar bool.
+    ``matrix (..., N, M)``, ``row (..., N)``, ``column (..., M)``.
     """
 
     matrix: jax.Array
@@ -58,21 +60,21 @@ def apply(
     """As ``log_domain.apply``, by matrix-vector products where they can be trusted."""
 
     @functools.partial(jax.checkpoint, static_argnums=0)
-    def exponentiated(divided):
+    def by_scaling(divided):
         scaled = run(p, start, log_target, closures, divided=divided)
-        return scaled.mix(p.v, p.precision) if mix else scaled.weights(), scaled.ok
+        return scaled.mix(p.values, p.precision) if mix else scaled.weights(), scaled.ok
 
-    plain, divided = (functools.partial(exponentiated, how) for how in (False, True))
+    plain, divided = (functools.partial(by_scaling, divided) for divided in (False, True))
     out, ok = jax.lax.cond(can_exponentiate(p, start, closures), plain, divided)
     if closures.num_steps == 1:  # a single step can be trusted either way
         return out
-    # The log kernel is made again there: stored for this branch, it would be a second large array.
+    # checkpoint: compute the log kernel again there rather than store a second large array.
     log = jax.checkpoint(lambda: log_domain.apply(p, start, log_target, closures, mix=mix))
     return jax.lax.cond(shared_across_vmap(ok), lambda: out, log)
 
 
 def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Array:
-    """Whether the kernel under ``start`` can be exponentiated as it is; ``()``."""
+    """A scalar bool: whether the kernel with ``start`` can be exponentiated unchanged."""
     low, high = _range(start, p.active(closures.side))
     spread = jnp.max(jnp.where(low <= high, high - low, jnp.zeros_like(low)), initial=0)
     largest = largest_score(p.q, p.k, p.scale, p.bias) / closures.epsilon + spread / 2
@@ -80,21 +82,16 @@ def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Ar
 
 
 def run(
-    p: Problem,
-    start: jax.Array,
-    log_target: jax.Array,
-    closures: Closures,
-    *,
-    divided: bool = True,
+    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, divided: bool = True
 ) -> Scaled:
     """The closures from ``start``; ``run(...).weights()`` is ``log_domain.weights_after``.
 
-    ``divided`` says whether peaks are divided out first; without that, ``can_exponentiate`` must
-    hold.
+    ``divided``: divide the peaks out first. Without it, ``can_exponentiate`` must hold.
     """
     side, active = closures.side, {"query": p.active("query"), "key": p.active("key")}
-    start = start if divided else _middle_taken_out(start, active[side])
-    matrix, near = exponentiate(side, divided, closures.epsilon, p.replace(v=None), start)
+    start = start if divided else _centred_range(start, active[side])
+    p = dataclasses.replace(p, v=None)
+    matrix, near = exponentiate(side, divided, closures.epsilon, p, start)
     near = jnp.where(active[side], near, jnp.zeros_like(near))
     target = {"query": jnp.exp(log_target), "key": jnp.ones((), matrix.dtype)}
     near, far, ok = _loop(side, closures.num_steps, matrix, near, target, active)
@@ -106,12 +103,12 @@ _TOTALS = {"query": "...nm,...n->...m", "key": "...nm,...m->...n"}
 
 
 def _total(matrix, x, at):
-    """Sums of the matrix weighted by ``x`` on side ``at``: a vector of the other side."""
+    """Sums of the matrix over side ``at``, weighted by the vector ``x`` of that side."""
     return jnp.einsum(_TOTALS[at], matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 
 def _totals(matrix, stacked, at):
-    """``_total`` for a leading axis of vectors, as one matrix product."""
+    """``_total`` of every vector in ``stacked``, as one matrix product."""
     into, out = _TOTALS[at].split("->")
     into = into.replace(",...", ",t...")
     return jnp.einsum(f"{into}->t{out}", matrix, stacked, precision=jax.lax.Precision.HIGHEST)
@@ -119,7 +116,7 @@ def _totals(matrix, stacked, at):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _loop(side, num_steps, matrix, near, target, active):
-    """``(near, far, ok)`` after the closures; see ``_loop_jvp`` for its derivative.
+    """The closures: the scalings ``near`` of ``side`` and ``far`` of the other side, and ``ok``.
 
     ``ok`` is 1 or 0 in the kernel's dtype: under ``shard_map`` a bool would have no tangent type.
     """
@@ -127,7 +124,7 @@ def _loop(side, num_steps, matrix, near, target, active):
 
 
 def _run(side, num_steps, matrix, near, target, active):
-    """The loop, and the scalings before each half-step, stacked by pair of half-steps."""
+    """The result of ``_loop``, and the scalings of all pairs of half-steps, stacked."""
     floor, ceiling = (jnp.asarray(x, matrix.dtype) for x in (FLOOR, CEILING))
     other = OTHER[side]
 
@@ -157,8 +154,8 @@ def _run(side, num_steps, matrix, near, target, active):
 def _loop_jvp(side, num_steps, primals, tangents):
     """Tangents by the recursion ``dy = -(y^2 / target) (dK x + K dx)`` of every half-step.
 
-    All products with dK are two matrix products before the loop, so that the transpose, reverse
-    mode, forms dK by two matrix products after its loop and carries vectors only.
+    The products with dK of all steps are two matrix products before the loop. So the loop of
+    reverse mode carries vectors only, and two matrix products after it give the cotangent of K.
     """
     matrix, _, target, _ = primals
     d_matrix, d_near = tangents[:2]
@@ -187,10 +184,10 @@ def _loop_jvp(side, num_steps, primals, tangents):
 def exponentiate(
     side: str, divided: bool, epsilon: float, p: Problem, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernel under the log scaling ``start`` of ``side``, as ``(matrix, near)``.
+    """The kernel with the log scaling ``start`` of ``side``, as ``(matrix, near)``.
 
-    It is ``matrix_ij near_i`` (``near_j`` for ``side="key"``), up to factors of the other side and
-    one of the problem. ``matrix (..., N, M)``; ``near`` has the shape of ``start``.
+    It equals ``matrix_ij near_i`` (``near_j`` for ``side="key"``) up to a scaling of the other
+    side. ``matrix (..., N, M)``; ``near`` has the shape of ``start``.
     """
     if divided:
         return _peaks_divided_out(side, p.log_kernel(epsilon), start)
@@ -199,7 +196,7 @@ def exponentiate(
 
 @exponentiate.defjvp
 def _exponentiate_jvp(side, divided, epsilon, primals, tangents):
-    """All of the start's tangent is in ``near``: factors of a side can be on either of the two."""
+    """The tangent of ``start`` goes to ``near`` only, which gives the plan the same tangent."""
     p, start = primals
     matrix, near = exponentiate(side, divided, epsilon, p, start)
     _, d_log = jax.jvp(lambda p: p.log_kernel(epsilon), (p,), tangents[:1])
@@ -207,20 +204,20 @@ def _exponentiate_jvp(side, divided, epsilon, primals, tangents):
 
 
 def _range(x: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Smallest and largest of the active ``x`` ``(..., n)``, axis kept; inf and -inf of none."""
+    """Minimum and maximum ``(..., 1)`` of the active ``x (..., n)``; inf and -inf without any."""
     low = jnp.min(jnp.where(active, x, jnp.inf), -1, keepdims=True)
     return low, jnp.max(jnp.where(active, x, -jnp.inf), -1, keepdims=True)
 
 
-def _middle_taken_out(start: jax.Array, active: jax.Array) -> jax.Array:
-    """``start`` less the middle of its range, which changes the plan by nothing; 0 if inactive."""
+def _centred_range(start: jax.Array, active: jax.Array) -> jax.Array:
+    """``start`` minus the middle of its range, which leaves the plan unchanged; 0 if inactive."""
     low, high = jax.lax.stop_gradient(_range(start, active))
     middle = jnp.where(low <= high, (low + high) / 2, jnp.zeros_like(low))
     return jnp.where(active, start - middle, jnp.zeros_like(start))
 
 
 def _peaks_divided_out(side: str, log_kernel: jax.Array, start: jax.Array):
-    """As ``exponentiate``, with entries in 0..1 and a 1 in every row and column that has any."""
+    """As ``exponentiate``, with entries in 0..1, and a 1 in every row and column not all masked."""
     axis = AXIS[side]
     other = AXIS[OTHER[side]]
     log_kernel = log_kernel + jnp.expand_dims(start, other)
@@ -236,11 +233,10 @@ def _peak(x: jax.Array, axis: int) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def shared_across_vmap(ok: jax.Array) -> jax.Array:
-    """The same scalar bool; under ``vmap`` all examples share one answer, so one branch runs."""
+    """``ok``, a scalar bool; under ``vmap`` its conjunction, so that ``cond`` runs one branch."""
     return ok
 
 
 @shared_across_vmap.def_vmap
 def _all(axis_size, batched, ok):
-    del axis_size
     return (jnp.all(ok) if batched[0] else ok), False

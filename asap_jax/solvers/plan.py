@@ -1,7 +1,8 @@
-"""Plans: how the weights of a problem come about, read out as weights or applied to values."""
+"""Plans: ways to compute the weights of a problem, or their product with the values."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,21 +23,20 @@ class DensePlan(NamedTuple):
 
     def weights(self, p: Problem) -> jax.Array:
         """A."""
-        del p
         return self.matrix
 
     def mix(self, p: Problem) -> jax.Array:
         """``A v``: ``(..., N, d_v)``."""
-        return ctransform.mixture(self.matrix, p.v, p.precision)
+        return ctransform.mixture(self.matrix, p.values, p.precision)
 
 
 class ClosedPlan(NamedTuple):
     """A plan made by closures.
 
     Attributes:
-      start: log scaling ``(..., N)`` or ``(..., M)`` of ``closures.side``; or a pytree that is a
-        function from a group of problems to theirs, so each group computes its own.
-      closures: which closures to take.
+      start: log scaling ``(..., N)`` or ``(..., M)`` of ``closures.side``; or a callable pytree
+        that computes it from a Problem, so that each group of problems computes its own start.
+      closures: the closures.
       key_mass: target of the column sums, see ``SinkhornSpec``.
       implementation: a name of ``registry``.
     """
@@ -48,11 +48,12 @@ class ClosedPlan(NamedTuple):
 
     def weights(self, p: Problem) -> jax.Array:
         """A ``(..., N, M)``."""
-        name = registry.choose(self.implementation, 1, 1)  # A is stored, whatever its size
-        return _weights(p.replace(v=None), self.start, self.closures, self.key_mass, name)
+        name = registry.choose(self.implementation, 1, 1)  # A is stored anyway, so tiles are no use
+        p = dataclasses.replace(p, v=None)
+        return _weights(p, self.start, self.closures, self.key_mass, name)
 
     def mix(self, p: Problem) -> jax.Array:
-        """``A v (..., N, d_v)``, a few problems at a time, without storing A."""
+        """``A v (..., N, d_v)``, in groups of problems, so that memory never holds all of A."""
         lead, n, m = p.q.shape[:-2], p.q.shape[-2], p.k.shape[-2]
         name = registry.choose(self.implementation, n, m)
         rows = registry.IMPLEMENTATIONS[name].block or n
@@ -65,8 +66,9 @@ Plan = DensePlan | ClosedPlan
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _weights(p: Problem, start: Start, closures: Closures, key_mass: str, name: str) -> jax.Array:
-    apply, start = registry.IMPLEMENTATIONS[name].apply, start(p) if callable(start) else start
-    return apply(p, start, p.log_key_target(key_mass), closures, mix=False)
+    start = start(p) if callable(start) else start
+    target = p.log_key_target(key_mass)
+    return registry.IMPLEMENTATIONS[name].apply(p, start, target, closures, mix=False)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
@@ -82,9 +84,9 @@ def _mix(
     if not callable(start):
         return batching.map_groups(mix, (p, start), lead, step)
 
-    # A prediction may differ per head, so heads are split only after it.
+    # A predictor may have coefficients per head, so split the heads only after the prediction.
     def start_and_mix(p):
-        made = jax.checkpoint(lambda p: start(p))(p)
-        return batching.map_groups(mix, (p, made), p.q.shape[:-2], step)
+        scaling = jax.checkpoint(lambda p: start(p))(p)
+        return batching.map_groups(mix, (p, scaling), p.q.shape[:-2], step)
 
     return batching.map_groups(start_and_mix, (p,), lead, (*step[:-1], *lead[-1:]))

@@ -1,36 +1,26 @@
-"""The implementations of a plan's closures, by name.
+"""The implementations of closures, by name.
 
-A new one is a file with a function ``apply`` like ``log_domain.apply``, and a line here. They never
-change what is computed, up to rounding.
+To add one, write a file with a function like ``log_domain.apply`` and list it here. All give the
+same result up to rounding.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
-from asap_jax.problem import Problem
 from asap_jax.solvers import log_domain, matrix_scaling, tiled
-from asap_jax.solvers.closures import Closures
 
 LARGEST_KERNEL = 2**26
-"""Entries of a kernel (256 MiB in float32) from which ``"auto"`` works tile by tile."""
-
-
-class Apply(Protocol):
-    """The weights after the closures, or with ``mix`` their product with the values."""
-
-    def __call__(
-        self, p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, mix: bool
-    ) -> jax.Array:
-        """As ``log_domain.apply``."""
+"""Number of kernel entries (256 MiB in float32) from which ``"auto"`` means tiles."""
 
 
 class Implementation(NamedTuple):
-    """How to apply closures, and the query rows of a kernel that are held at a time (None: all)."""
+    """A function like ``log_domain.apply``, and how many query rows it holds; None for all."""
 
-    apply: Apply
+    apply: Callable[..., jax.Array]
     block: int | None = None
 
 
@@ -43,11 +33,11 @@ NAMES = ("auto", *IMPLEMENTATIONS)
 
 
 def choose(name: str, num_queries: Any, num_keys: Any) -> str:
-    """The implementation that ``"auto"`` stands for at this size; any other name as it is.
+    """The implementation that ``"auto"`` means for a kernel of this size; other names unchanged.
 
-    Tiles where a kernel is too large to be stored, else scaling: on CPUs a few problems at a time
-    by scaling run 1.5 to 3 times faster than tiles for two closures and more
-    (``python -m train bench memory``). Sizes may be symbolic, as in ``jax.export``: then scaling.
+    ``"streaming"`` for kernels too large to store, ``"scaling"`` for the others and for symbolic
+    sizes (``jax.export``). On CPUs, groups of problems by scaling are 1.5 to 3 times faster than
+    tiles for two or more closures (``python -m train bench memory``).
     """
     if name != "auto":
         return name

@@ -1,16 +1,17 @@
-"""Closures tile by tile: nothing of size N^2 is stored, in either mode of differentiation.
+"""Closures tile by tile, so that no N x M array is stored, in forward or reverse mode.
 
-A tile is a block of query rows against all keys. A row closure lies within its tile, so a row
-closure and the column closure after it take one sweep over the tiles: with ``P`` the row-closed
-plan, ``v + log(target / sum_i P_ij)`` is the next column scaling. Where a column sum is too small
-to be trusted, all sweeps are done again with running maxima.
+A tile is a block of query rows and all keys. A row closure needs its own tile only, so a row
+closure and the next column closure take one sweep over the tiles: with ``P`` the row-closed plan,
+the next column scaling is ``v + log(target / sum_i P_ij)``. If a column sum is too small to be
+trusted, all sweeps are repeated with running maxima.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +22,18 @@ from asap_jax.solvers import ctransform, matrix_scaling
 from asap_jax.solvers.closures import Closures
 
 BLOCK = 128
-"""Query rows of a tile: 64 to 256 run equally fast on CPUs."""
+"""Query rows of a tile. 64 to 256 are equally fast on CPUs."""
 
 
 class Tiles(NamedTuple):
-    """One group of problems cut into blocks of query rows.
+    """Problems cut into blocks of query rows.
 
     Attributes:
-      scanned: arrays with a leading axis of tiles: queries ``(T, ..., B, d)``, which rows are
-        queries ``(T, ..., B, 1)`` (None for all), and where they have one row per query: start
-        ``(T, ..., B)``, bias and mask ``(T, ..., B, M)``; else None.
-      shared: start, bias and mask, where they have no row per query; else None.
-      problem: the group; its keys serve every tile.
+      scanned: q ``(T, ..., B, d)``, live ``(T, ..., B, 1)``, start ``(T, ..., B)``, bias and mask
+        ``(T, ..., B, M)``, for T tiles. ``live`` is False at padding rows, None without padding.
+        Start, bias and mask are None here if they are in ``shared``.
+      shared: start, bias and mask if they have no row per query; otherwise None.
+      problem: the problems; all tiles use their keys.
       epsilon: entropic regularisation.
     """
 
@@ -41,8 +42,8 @@ class Tiles(NamedTuple):
     problem: Problem
     epsilon: float
 
-    def sweep(self, function: Callable, carry):
-        """``function(carry, log kernel of the tile)`` over all tiles, as in ``lax.scan``."""
+    def sweep(self, function: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any) -> Any:
+        """``lax.scan`` of ``function(carry, log kernel of a tile)`` over the tiles."""
 
         @jax.checkpoint
         def body(carry, tile):
@@ -51,39 +52,41 @@ class Tiles(NamedTuple):
         return jax.lax.scan(body, carry, self.scanned)
 
     def without_start(self) -> Tiles:
-        """The tiles of the bare kernel."""
+        """The tiles of the kernel without the start."""
         q, live, _, *rest = self.scanned
         return self._replace(scanned=(q, live, None, *rest), shared=(None, *self.shared[1:]))
 
-    def _kernel(self, q, live, *own):
-        start, bias, mask = (a if b is None else b for a, b in zip(self.shared, own, strict=True))
+    def _kernel(self, q, live, *scanned):
+        pairs = zip(self.shared, scanned, strict=True)
+        start, bias, mask = (a if b is None else b for a, b in pairs)
         mask = masks.combine(mask, live)
-        kernel = self.problem.replace(q=q, bias=bias, mask=mask).log_kernel(self.epsilon)
+        p = dataclasses.replace(self.problem, q=q, bias=bias, mask=mask)
+        kernel = p.log_kernel(self.epsilon)
         return kernel if start is None else kernel + start[..., :, None]
 
 
 def make_tiles(
     p: Problem, start: jax.Array | None, closures: Closures, block: int = BLOCK
 ) -> Tiles:
-    """The tiles; rows that fill up the last one are masked.
+    """Cuts ``p`` into tiles of ``block`` rows; the last tile is padded with masked rows.
 
     ``start (..., N)`` is a log scaling of the query side, added to the kernel, or None.
     """
     count = p.q.shape[-2]
     size = min(block, count)
-    short = -count % size
-    rows = lambda a, at: None if a is None or a.shape[at] != count else _tiles(a, at, size, short)
-    whole = ((start, -1), (p.bias, -2), (p.mask, -2))
-    own = tuple(rows(a, axis) for a, axis in whole)
-    shared = tuple(a if b is None else None for (a, _), b in zip(whole, own, strict=True))
-    # Apart from the mask, which may have no row per query: their product would be N x M.
-    live = jnp.ones((1,) * (p.q.ndim - 2) + (count, 1), bool) if short else None
-    return Tiles((rows(p.q, -2), rows(live, -2), *own), shared, p, closures.epsilon)
+    padding = -count % size
+    rows = lambda a, at: None if a is None or a.shape[at] != count else _tiles(a, at, size, padding)
+    arrays = ((start, -1), (p.bias, -2), (p.mask, -2))
+    scanned = tuple(rows(a, axis) for a, axis in arrays)
+    shared = tuple(a if b is None else None for (a, _), b in zip(arrays, scanned, strict=True))
+    # Not joined with the mask here: if the mask has no row per query, the result would be N x M.
+    live = jnp.ones((1,) * (p.q.ndim - 2) + (count, 1), bool) if padding else None
+    return Tiles((rows(p.q, -2), rows(live, -2), *scanned), shared, p, closures.epsilon)
 
 
-def _tiles(a: jax.Array, axis: int, size: int, short: int) -> jax.Array:
+def _tiles(a: jax.Array, axis: int, size: int, padding: int) -> jax.Array:
     axis += a.ndim
-    a = jnp.pad(a, [(0, short if i == axis else 0) for i in range(a.ndim)])
+    a = jnp.pad(a, [(0, padding if i == axis else 0) for i in range(a.ndim)])
     a = a.reshape(*a.shape[:axis], a.shape[axis] // size, size, *a.shape[axis + 1 :])
     return jnp.moveaxis(a, axis, 0)
 
@@ -97,15 +100,15 @@ def apply(
     mix: bool,
     block: int = BLOCK,
 ) -> jax.Array:
-    """As ``log_domain.apply``, ``block`` rows at a time. Whole weights have no use for tiles."""
+    """As ``log_domain.apply``, with ``block`` rows at a time if ``mix``."""
     if not mix:
         return matrix_scaling.apply(p, start, log_target, closures, mix=False)
-    own = start if closures.side == "query" else None
-    tiles = make_tiles(p, own, closures, block)
-    first = jnp.zeros_like(p.k[..., 0]) + (0 if own is not None else start)
-    run = functools.partial(_run, tiles, first, log_target, closures)
+    from_query = closures.side == "query"
+    tiles = make_tiles(p, start if from_query else None, closures, block)
+    column = jnp.zeros_like(p.k[..., 0]) + (0 if from_query else start)
+    run = functools.partial(_run, tiles, column, log_target, closures)
     out, ok = run(robust=False)
-    if closures.num_steps > (2 if own is not None else 1):
+    if closures.num_steps > (2 if from_query else 1):
         robust = jax.checkpoint(lambda: run(robust=True)[0])
         out = jax.lax.cond(matrix_scaling.shared_across_vmap(ok), lambda: out, robust)
     out = jnp.moveaxis(out, 0, -3)
@@ -114,15 +117,15 @@ def apply(
 
 
 def _run(tiles: Tiles, column, log_target, closures: Closures, *, robust: bool):
-    """Output tiles ``(T, ..., B, d_v)`` and whether the column sums may be trusted."""
-    p, steps = tiles.problem, closures.num_steps
-    active = p.active("key")
+    """Output tiles ``(T, ..., B, d_v)`` and whether the column sums can be trusted."""
+    values, steps = tiles.problem.values, closures.num_steps
+    active = tiles.problem.active("key")
     ok = jnp.all(jnp.isfinite(column))
     if closures.side == "query":
         column = log_target - _column_lse(tiles, lambda kernel: kernel, column)
         if steps == 1:
             closed = lambda kernel: (jnp.exp(kernel + column[..., None, :]), 1.0)
-            return _output(tiles, p.v, closed), ok
+            return _output(tiles, values, closed), ok
         steps -= 1
         tiles = tiles.without_start()
 
@@ -130,23 +133,23 @@ def _run(tiles: Tiles, column, log_target, closures: Closures, *, robust: bool):
     @jax.checkpoint
     def update(_, state):
         column, ok = state
-        after, fine = _row_then_column(tiles, column, log_target, active, robust)
-        return after, ok & fine
+        column, step_ok = _row_then_column(tiles, column, log_target, active, robust)
+        return column, ok & step_ok
 
     column, ok = jax.lax.fori_loop(0, (steps - 1) // 2, update, (column, ok))
     rows_closed = lambda kernel: _row_closed(kernel, column)
     if steps % 2:
-        return _output(tiles, p.v, rows_closed), ok
-    last, fine = _row_then_column(tiles, column, log_target, active, robust)
+        return _output(tiles, values, rows_closed), ok
+    last, step_ok = _row_then_column(tiles, column, log_target, active, robust)
     if robust:
-        whole = lambda kernel: jnp.exp(kernel + _row(kernel, column) + last[..., None, :])
-        return _output(tiles, p.v, lambda kernel: (whole(kernel), 1.0)), ok & fine
+        plan = lambda kernel: jnp.exp(kernel + _row(kernel, column) + last[..., None, :])
+        return _output(tiles, values, lambda kernel: (plan(kernel), 1.0)), ok & step_ok
     factor = jnp.exp(last - column)
-    return _output(tiles, factor[..., None] * p.v, rows_closed), ok & fine
+    return _output(tiles, factor[..., None] * values, rows_closed), ok & step_ok
 
 
-def _output(tiles: Tiles, values, closed: Callable) -> jax.Array:
-    """Output tiles; ``closed(kernel)`` gives a matrix and what multiplies its rows."""
+def _output(tiles: Tiles, values: jax.Array, closed: Callable) -> jax.Array:
+    """Output tiles; ``closed(kernel)`` gives a matrix and the factors of its rows."""
 
     def product(_, kernel):
         matrix, rows = closed(kernel)
@@ -156,7 +159,7 @@ def _output(tiles: Tiles, values, closed: Callable) -> jax.Array:
 
 
 def _row_closed(kernel, column) -> tuple[jax.Array, jax.Array]:
-    """The plan closed on rows from the log column scaling: a matrix and factors ``(..., B, 1)``."""
+    """The plan after a row closure, as a matrix and the factors ``(..., B, 1)`` of its rows."""
     mass, total, _ = ctransform.closure_parts(kernel, column, -1, 0.0)
     return mass, 1 / total
 
@@ -167,7 +170,7 @@ def _row(kernel, column) -> jax.Array:
 
 
 def _row_then_column(tiles: Tiles, column, log_target, active, robust: bool):
-    """The log column scaling after a row and a column closure, and whether it may be trusted."""
+    """The log column scaling after a row and a column closure, and whether to trust it."""
     if robust:
         lse = _column_lse(tiles, lambda kernel: kernel + _row(kernel, column), column)
         return log_target - lse, jnp.bool_(True)
@@ -183,12 +186,12 @@ def _row_then_column(tiles: Tiles, column, log_target, active, robust: bool):
     return column + log_target - jnp.log(sums), ok
 
 
-def _column_lse(tiles: Tiles, of: Callable, like) -> jax.Array:
-    """Log-sum-exp over all rows of ``of(kernel)``, with a running maximum; 0 where all is -inf."""
+def _column_lse(tiles: Tiles, entries: Callable, like: jax.Array) -> jax.Array:
+    """Log-sum-exp over all rows of ``entries(kernel)``; 0 in a column of -inf."""
 
     def add(state, kernel):
         peak, total = state
-        x = of(kernel)
+        x = entries(kernel)
         after = jnp.maximum(peak, jax.lax.stop_gradient(x.max(-2)))
         at = jnp.where(after == -jnp.inf, jnp.zeros_like(after), after)
         return (after, total * jnp.exp(peak - at) + jnp.exp(x - at[..., None, :]).sum(-2)), None
