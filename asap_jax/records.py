@@ -92,7 +92,7 @@ class CompiledState:
       predictor: the fitted predictor (a DualPair for closures ``"none"``); under a scan every
         array has a leading layer axis.
       spec: the teacher's convention to which it was fitted.
-      closures: ``"one_sided"``, ``"two_sided"``, ``"none"`` or an int, see ``asap_attention``.
+      closures, ending: see ``asap_attention``.
       mark: zeros of the stack's shape, so 0-d inside a layer. ``check`` reads it to detect a stack
         that no scan sliced along axis 0; None skips that check.
       probe: nonzero while a compile checks that every layer switches, to force a fresh trace.
@@ -103,6 +103,7 @@ class CompiledState:
     closures: Any = flax.struct.field(pytree_node=False, default="two_sided")
     mark: jax.Array | None = None
     probe: int = flax.struct.field(pytree_node=False, default=0)
+    ending: str = flax.struct.field(pytree_node=False, default="teacher")
 
     def check(self, spec: SinkhornSpec, path: str, hint: str) -> None:
         """Raises ValueError when the layer's own spec differs, or a stack was not sliced."""

@@ -11,6 +11,7 @@ from asap_jax import checks
 
 KEY_MASSES = ("balanced", "unit")
 PADDINGS = ("self", "none")
+ENDINGS = ("teacher", "row")
 
 
 @jax.tree_util.register_static
@@ -55,6 +56,15 @@ class SinkhornSpec:
     def with_padding(self, padding: str | None) -> SinkhornSpec:
         """The spec with this ``padding``; the same spec for None."""
         return self if padding is None else dataclasses.replace(self, padding=padding)
+
+    def ended(self, ending: str) -> SinkhornSpec:
+        """The teacher that a compiled layer of this ``ending`` approximates.
+
+        ``"row"`` continues a column-ending teacher by one row step; every other is itself.
+        """
+        checks.one_of("ending", ending, ENDINGS)
+        extra = ending == "row" and self.last_step == "column"
+        return dataclasses.replace(self, num_steps=self.num_steps + 1) if extra else self
 
     @property
     def last_step(self) -> str:

@@ -68,11 +68,11 @@ def tokens(lengths, size=LENGTH):
     return jnp.asarray(problems.token_padding(lengths, size))
 
 
-def sliced(dtype):
+def sliced(dtype, side="query"):
     """A predictor from slices, the paper's, with random coefficients."""
     w = problems.normal(np.random.default_rng(5), 6, dtype=dtype, size=0.3)
     directions = aj.slice_directions(0, 6, DIM).astype(dtype)
-    return aj.Predictor(directions=directions, coefficients=w)
+    return aj.Predictor(directions=directions, coefficients=w, side=side)
 
 
 def moments(dtype):
@@ -95,6 +95,10 @@ OPERATORS = {
         functools.partial(_asap, spec=FIVE, closures=2), predictor=sliced
     ),
     "asap, moments": Operator(functools.partial(_asap, spec=FOUR, closures=1), predictor=moments),
+    "asap, row ending": Operator(
+        functools.partial(_asap, spec=FOUR, closures=1, ending="row"),
+        predictor=functools.partial(sliced, side="key"),
+    ),
     "diff": Operator(diff_attention, ("log",), pairs=True),
     "esp, soft": Operator(esp_attention, ("dense", "streaming"), entries=False),
     "esp, hard released": Operator(

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from asap_jax import checks
 from asap_jax.attention import outputs
 from asap_jax.attention.flax_call import Call, Result, attention_function
-from asap_jax.predictor import DualPair, Predictor
+from asap_jax.predictor import DualPair, Predictor, row_mass
 from asap_jax.predictor.starting_dual import DeferredStart, predicted_dual
 from asap_jax.problem import Problem
 from asap_jax.solvers import ctransform, registry
 from asap_jax.solvers.closures import Closures
-from asap_jax.solvers.plan import ClosedPlan, DensePlan, Plan
+from asap_jax.solvers.plan import ClosedPlan, DensePlan, Plan, ScaledPlan
 from asap_jax.spec import SinkhornSpec
 
 CLOSURES = ("one_sided", "two_sided")
@@ -68,6 +68,7 @@ def asap_attention(
     predictor: Predictor | DualPair,
     spec: SinkhornSpec,
     closures: str | int = "two_sided",
+    ending: str = "teacher",
     implementation: str = "auto",
 ) -> Result:
     """The compiled layer: closures of a predicted dual (paper, eq. asap_source_prediction ff.).
@@ -81,6 +82,10 @@ def asap_attention(
         query, key for a teacher that ends on columns; key, query for one that ends on rows. An int
         n: n closures from the predictor's side, ending on the teacher's last step. ``"none"``
         (ablation): no closure, with a DualPair as ``predictor``; no marginal is exact.
+      ending: static. ``"teacher"``: the last closure is on the side of the teacher's last step.
+        ``"row"``: it is on rows; a teacher that ends on columns is then continued by one row step.
+        The rows have equal shares of the teacher's total mass, or those of ``predictor.row_mass``.
+        One closure from a key dual is then softmax attention with a bias on the keys.
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``.
@@ -95,12 +100,14 @@ def asap_attention(
     plan: Plan
     if isinstance(closures, str) and closures == "none":
         pair = checks.instance("predictor", predictor, DualPair, f"a DualPair {suffix}")
+        if ending != "teacher":
+            raise ValueError(f"closures='none' has no last closure, got ending={ending!r}")
         p = call.problem(spec.scale)
         plan = DensePlan(weights_from_both_duals(pair, p, spec))
     else:
         predictor = checks.instance("predictor", predictor, Predictor, f"a Predictor {suffix}")
         p = call.problem(spec.scale)
-        plan = compiled_plan(predictor, spec, closures, implementation)
+        plan = compiled_plan(predictor, spec, closures, ending, implementation)
     return outputs.finish(call, p, plan)
 
 
@@ -124,16 +131,27 @@ def sinkhorn_plan(p: Problem, spec: SinkhornSpec, implementation: str) -> Closed
 
 
 def compiled_plan(
-    predictor: Predictor, spec: SinkhornSpec, closures: str | int, implementation: str
-) -> ClosedPlan:
+    predictor: Predictor,
+    spec: SinkhornSpec,
+    closures: str | int,
+    ending: str,
+    implementation: str,
+) -> ClosedPlan | ScaledPlan:
     """The compiled layer's plan: ``closures`` from the predicted dual.
 
     The start includes one closure for each correction of the predictor; the plan has the others.
     """
-    total = num_closures(closures, predictor.side, spec)
+    if predictor.row_mass is not None:
+        row_mass.check(predictor.row_mass, spec, ending)
+    continued = spec.ended(ending)
+    total = num_closures(closures, predictor.side, continued)
     start = DeferredStart.of(predictor, spec, total)
     remaining = Closures(start.side, total - len(predictor.corrections), spec.epsilon)
-    return ClosedPlan(start, remaining, spec.key_mass, implementation)
+    plan = ClosedPlan(start, remaining, spec.key_mass, implementation)
+    if continued == spec or (predictor.row_mass is None and spec.key_mass == "balanced"):
+        return plan
+    own = spec.with_padding(predictor.padding)
+    return ScaledPlan(plan, lambda p: row_mass.log_rows(p, own, predictor.row_mass))
 
 
 def weights_from_both_duals(pair: DualPair, p: Problem, spec: SinkhornSpec) -> jax.Array:

@@ -67,5 +67,5 @@ class SinkhornAttention(nn.Module):
         state.check(self.spec, path, SCAN_HINT)
         records.note("compiled", path)
         return functions.asap_attention.core(
-            call, predictor=state.predictor, closures=state.closures, **options
+            call, predictor=state.predictor, closures=state.closures, ending=state.ending, **options
         )

@@ -64,7 +64,7 @@ class SinkhornAttention(nnx.Module):
         state.check(self.spec, path, SCAN_HINT)
         records.note("compiled", path)
         return functions.asap_attention.core(
-            call, predictor=state.predictor, closures=state.closures, **options
+            call, predictor=state.predictor, closures=state.closures, ending=state.ending, **options
         )
 
     def _record(self, slot: AsapCapture, record: Record) -> None:

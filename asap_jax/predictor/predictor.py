@@ -38,6 +38,8 @@ class Predictor:
         None.
       corrections: tuple of ``Correction``; the i-th one changes the dual after the i-th closure.
         There are fewer corrections than closures.
+      row_mass: a ``RowMass`` for a layer that ends on rows although the teacher ends on columns, or
+        None.
       statistics: a dict of arrays measured while calibrating, or None.
       side: ``"query"`` or ``"key"``, the side of the dual.
       baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
@@ -51,6 +53,7 @@ class Predictor:
     head: Any
     token_bias: jax.Array | None
     corrections: tuple[Any, ...]
+    row_mass: Any
     statistics: Any
     side: str = flax.struct.field(pytree_node=False)
     baseline: str = flax.struct.field(pytree_node=False)
@@ -65,6 +68,7 @@ class Predictor:
         coefficients=None,
         token_bias=None,
         corrections=(),
+        row_mass=None,
         statistics=None,
         side="query",
         baseline="none",
@@ -84,7 +88,8 @@ class Predictor:
             checks.one_of("padding", padding, PADDINGS)
         features = _as_tuple("features", features, "feature families, such as Moments()")
         corrections = _as_tuple("corrections", corrections, "Corrections")
-        values = (features, head, token_bias, corrections, statistics, side, baseline, padding)
+        parts = features, head, token_bias, corrections, row_mass, statistics
+        values = (*parts, side, baseline, padding)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from asap_jax.problem import Problem
 from asap_jax.solvers import batching, ctransform, registry
@@ -61,7 +62,26 @@ class ClosedPlan(NamedTuple):
         return _mix(p, self.start, self.closures, self.key_mass, name, step)
 
 
-Plan = DensePlan | ClosedPlan
+class ScaledPlan(NamedTuple):
+    """A plan whose rows are multiplied by ``exp(log_rows(p))``, ``()`` or ``(..., N or 1)``."""
+
+    plan: ClosedPlan
+    log_rows: Callable[[Problem], jax.Array]
+
+    def weights(self, p: Problem) -> jax.Array:
+        """A ``(..., N, M)``."""
+        return self._rows(p) * self.plan.weights(p)
+
+    def mix(self, p: Problem) -> jax.Array:
+        """``A v``: ``(..., N, d_v)``."""
+        return self._rows(p) * self.plan.mix(p)
+
+    def _rows(self, p: Problem) -> jax.Array:
+        rows = jnp.exp(self.log_rows(p))
+        return rows[..., None] if rows.ndim else rows
+
+
+Plan = DensePlan | ClosedPlan | ScaledPlan
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

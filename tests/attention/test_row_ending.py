@@ -1,0 +1,208 @@
+"""Compiled layers that end on rows: one softmax attention with a bias on the keys."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import operators
+import problems
+import pytest
+import reference
+
+import asap_jax as aj
+from asap_jax.predictor.row_mass import RowMass, log_rows, target
+from asap_jax.problem import make_problem
+
+compiled = jax.jit(
+    aj.asap_attention, static_argnames=("return_weights", "closures", "ending", "implementation")
+)
+
+
+def one_problem(rng, dtype, *, n=9, m=6, dim=4):
+    q, k, v = problems.attention_inputs(
+        rng, queries=n, keys=m, dim=dim, batch=1, heads=1, dtype=dtype, size=1.5
+    )
+    return q, k, v, reference.scores(problems.heads_first(q), problems.heads_first(k))[0, 0]
+
+
+def predictor_of(dual, own, dtype, side):
+    """A predictor of one problem that answers with this dual, given in score coordinates."""
+    shift = aj.query_shift(own)[0, :, 0]
+    return aj.Predictor(
+        directions=jnp.eye(1, own.shape[-1], dtype=dtype),
+        coefficients=jnp.zeros(1, dtype),
+        side=side,
+        token_bias=jnp.asarray(dual, dtype) + shift,
+    )
+
+
+@pytest.mark.parametrize("key_mass", ["balanced", "unit"])
+@pytest.mark.parametrize("closures", [1, 2, 3])
+@pytest.mark.parametrize("num_steps", [4, 10])
+def test_the_exact_dual_gives_the_teacher_continued_to_a_row_step(
+    rng, dtype, num_steps, closures, key_mass
+):
+    q, k, v, s = one_problem(rng, dtype)
+    continued = dict(num_steps=num_steps + 1, key_mass=key_mass)
+    side, dual = reference.aligned_dual(s, before_end=closures, **continued)
+    out, weights = compiled(
+        q, k, v,
+        predictor=predictor_of(dual, q if side == "query" else k, dtype, side),
+        spec=aj.SinkhornSpec(num_steps=num_steps, key_mass=key_mass),
+        closures=closures, ending="row", return_weights=True,
+    )  # fmt: skip
+    # Rows of the teacher with unit key mass sum to active keys / active queries on average.
+    factor = {"balanced": 1, "unit": 6 / 9}[key_mass]
+    expected = factor * reference.sinkhorn(s, **continued)
+    tolerance = {"float32": 2e-6, "float64": 1e-12}[dtype.name]
+    np.testing.assert_allclose(weights[0, 0], expected, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(out[0, :, 0], expected @ np.asarray(v)[0, :, 0], atol=5 * tolerance)
+
+
+@pytest.mark.parametrize("key_mass", ["balanced", "unit"])
+def test_the_mass_of_padded_text_is_the_teachers(rng, key_mass):
+    q, k, v = problems.attention_inputs(rng, queries=7, keys=7)
+    mask = jnp.asarray(problems.key_padding([7, 4], 7))  # padded queries stay in the closures
+    spec = aj.SinkhornSpec(num_steps=20, key_mass=key_mass)
+    _, teacher = aj.sinkhorn_attention(q, k, v, mask=mask, spec=spec, return_weights=True)
+    _, weights = compiled(
+        q, k, v, mask=mask,
+        predictor=operators.sliced("float32", side="key"), spec=spec,
+        closures=1, ending="row", return_weights=True,
+    )  # fmt: skip
+    mass = {"balanced": [7, 7], "unit": [7, 4]}[key_mass]
+    np.testing.assert_allclose(teacher.sum((-1, -2)), np.transpose([mass] * 3), rtol=1e-5)
+    np.testing.assert_allclose(weights.sum((-1, -2)), teacher.sum((-1, -2)), rtol=1e-5)
+    rows = np.broadcast_to(np.asarray(mass)[:, None, None] / 7, (2, 3, 7))
+    np.testing.assert_allclose(weights.sum(-1), rows, rtol=1e-5)
+
+
+def test_a_row_ending_teacher_has_one_ending(rng):
+    q, k, v = problems.attention_inputs(rng)
+    settings = dict(predictor=operators.sliced("float32", side="key"), closures=1)
+    spec = aj.SinkhornSpec(num_steps=5)
+    both = [compiled(q, k, v, spec=spec, ending=e, **settings) for e in ("teacher", "row")]
+    chex.assert_trees_all_equal(*both)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_closure_is_the_attention_of_jax_with_a_key_bias(rng, masked):
+    q, k, v = problems.attention_inputs(rng)
+    mask = jnp.asarray(problems.key_padding([5, 3], 5)) if masked else None
+    predictor, spec = operators.sliced("float32", side="key"), aj.SinkhornSpec(num_steps=4)
+    out = compiled(q, k, v, mask=mask, predictor=predictor, spec=spec, closures=1, ending="row")
+    p = make_problem(q, k, v, None, mask, scale=None)
+    g = aj.predict(
+        predictor, p.q, p.k,
+        query_valid=None if p.validity is None else p.validity.query,
+        key_valid=None if p.validity is None else p.validity.key,
+    )  # fmt: skip
+    bias = (g - aj.query_shift(p.k))[..., None, :]
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        expected = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask)
+    chex.assert_trees_all_close(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["log", "scaling", "streaming"])
+def test_implementations_agree_on_a_row_ending_with_row_mass(rng, implementation):
+    q, k, v = problems.attention_inputs(rng)
+    mask = jnp.asarray(problems.key_padding([5, 3], 5))
+    predictor = row_mass_predictor(rng)
+    settings = dict(predictor=predictor, spec=aj.SinkhornSpec(num_steps=4), closures=1)
+    run = lambda name: compiled(
+        q, k, v, mask=mask, ending="row", implementation=name, **settings, return_weights=True
+    )
+    out, weights = run(implementation)
+    chex.assert_trees_all_close((out, weights), run("auto"), atol=2e-6)
+    np.testing.assert_allclose(weights.sum((-1, -2)), 7.0, rtol=1e-5)
+    assert np.ptp(np.asarray(weights).sum(-1)) > 0.05
+
+
+def row_mass_predictor(rng, *, size=0.3):
+    family = aj.SlicedPotentials(aj.slice_directions(0, 6, 4))
+    head = aj.predictor.LinearHead(problems.normal(rng, 6, size=size))
+    return operators.sliced("float32", side="key").replace(row_mass=RowMass((family,), head))
+
+
+def test_predicted_row_masses_follow_the_formula(rng, x64):
+    q, k, v = problems.attention_inputs(rng, dtype="float64")
+    mask = jnp.asarray(problems.random_mask(rng, 2, 1, 7, 5))
+    family = aj.SlicedPotentials(aj.slice_directions(0, 6, 4).astype(jnp.float64))
+    head = aj.predictor.LinearHead(problems.normal(rng, 6, dtype="float64"))
+    for key_mass in ("balanced", "unit"):
+        spec = aj.SinkhornSpec(num_steps=4, key_mass=key_mass)
+        p = make_problem(q, k, v, None, mask, scale=None)
+        rows = np.exp(np.asarray(log_rows(p, spec, RowMass((family,), head))))
+        h = family(p.q, p.k, query_valid=p.validity.query, key_valid=p.validity.key)
+        h = np.exp(np.asarray(h) @ np.asarray(head.coefficients))
+        active = np.asarray(p.validity.query)
+        mass = p.validity.key.sum(-1) if key_mass == "unit" else active.sum(-1)
+        expected = np.asarray(mass)[..., None] * h / (h * active).sum(-1, keepdims=True)
+        np.testing.assert_allclose(rows * active, expected * active, rtol=1e-10)
+
+
+@pytest.mark.parametrize("key_mass", ["balanced", "unit"])
+def test_the_target_of_the_row_mass_is_the_teachers_row_sums(rng, x64, key_mass):
+    q, k, v = problems.attention_inputs(rng, queries=7, keys=7, dtype="float64", size=2.0)
+    mask = jnp.asarray(problems.token_padding([7, 4], 7))
+    spec = aj.SinkhornSpec(num_steps=4, key_mass=key_mass)
+    _, weights = aj.sinkhorn_attention(q, k, v, mask=mask, spec=spec, return_weights=True)
+    p = make_problem(q, k, v, None, mask, scale=None)
+    rows = np.asarray(weights).sum(-1)
+    valid = np.asarray(p.validity.query)
+    logs = np.log(np.where(valid, rows, 1))
+    expected = logs - logs.sum(-1, keepdims=True) / valid.sum(-1, keepdims=True)
+    np.testing.assert_allclose(
+        np.where(valid, target(p, spec), 0), np.where(valid, expected, 0), atol=1e-10
+    )
+
+
+def test_gradients_of_a_row_ending_match_finite_differences(rng, x64):
+    q, k, v = problems.attention_inputs(rng, dtype="float64")
+    mask = jnp.asarray(problems.random_mask(rng, 2, 1, 7, 5))
+    family = aj.SlicedPotentials(aj.slice_directions(0, 6, 4).astype(jnp.float64))
+    w, r = (problems.normal(rng, 6, dtype="float64", size=0.3) for _ in range(2))
+    mixing = problems.normal(rng, 2, 7, 3, 4, dtype="float64")
+
+    @jax.jit
+    def loss(q, k, v, w, r):
+        predictor = aj.Predictor(
+            (family,), coefficients=w, side="key",
+            row_mass=RowMass((family,), aj.predictor.LinearHead(r)),
+        )  # fmt: skip
+        spec = aj.SinkhornSpec(num_steps=4, key_mass="unit")
+        out = aj.asap_attention(
+            q, k, v, mask=mask, predictor=predictor, spec=spec, closures=1, ending="row"
+        )
+        return jnp.sum(mixing * out)
+
+    slope, measured = problems.slope(loss, (q, k, v, w, r), rng)
+    np.testing.assert_allclose(slope, measured, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"ending": "rows"}, ValueError, r"ending.*'rows'.*teacher.*row"),
+        ({"closures": 2}, ValueError, r"closures=2 from side='key' end on a column"),
+        ({"closures": "none"}, TypeError, "DualPair"),
+    ],
+)
+def test_endings_that_do_not_fit_are_refused(rng, settings, error, match):
+    q, k, v = problems.attention_inputs(rng)
+    predictor = operators.sliced("float32", side="key")
+    settings = dict(closures=1, ending="row", predictor=predictor) | settings
+    with pytest.raises(error, match=match):
+        aj.asap_attention(q, k, v, spec=aj.SinkhornSpec(num_steps=4), **settings)
+
+
+@pytest.mark.parametrize(("num_steps", "ending"), [(5, "row"), (5, "teacher"), (4, "teacher")])
+def test_row_masses_are_for_row_endings_of_column_ending_teachers(rng, num_steps, ending):
+    q, k, v = problems.attention_inputs(rng)
+    attend = functools.partial(
+        aj.asap_attention, spec=aj.SinkhornSpec(num_steps=num_steps), ending=ending
+    )
+    with pytest.raises(ValueError, match=r"row_mass is for ending='row'"):
+        attend(q, k, v, predictor=row_mass_predictor(rng), closures=1)
