@@ -20,6 +20,7 @@ import numpy as np
 
 from asap_jax import checks
 from asap_jax.predictor import DualPair, Predictor
+from asap_jax.predictor.key_bias import KeyBias, key_bias
 from asap_jax.problem import Problem, make_problem
 from asap_jax.spec import SinkhornSpec
 
@@ -104,6 +105,27 @@ class CompiledState:
     mark: jax.Array | None = None
     probe: int = flax.struct.field(pytree_node=False, default=0)
     ending: str = flax.struct.field(pytree_node=False, default="teacher")
+
+    def to_bias(self, query: Any, key: Any, mask: Any = None) -> KeyBias:
+        """The layer as plain attention with a bias on the keys, see ``KeyBias``.
+
+        For a state of ``closures=1`` that ends on rows. Then
+
+          bias, scale, rows = state.to_bias(query, key, mask)
+          out = jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
+
+        is the layer's output, times ``rows`` where they are not None.
+
+        Args:
+          query: ``(..., N, heads, head_dim)``; key: ``(..., M, heads, head_dim)``.
+          mask: rank of the scores.
+
+        Raises:
+          ValueError: more than one closure, or a layer that ends on columns.
+        """
+        if self.closures != 1:
+            raise ValueError(f"only closures=1 is a bias on the keys, got {self.closures!r}")
+        return key_bias(self.predictor, query, key, mask, spec=self.spec, ending=self.ending)
 
     def check(self, spec: SinkhornSpec, path: str, hint: str) -> None:
         """Raises ValueError when the layer's own spec differs, or a stack was not sliced."""

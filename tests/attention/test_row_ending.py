@@ -206,3 +206,38 @@ def test_row_masses_are_for_row_endings_of_column_ending_teachers(rng, num_steps
     )
     with pytest.raises(ValueError, match=r"row_mass is for ending='row'"):
         attend(q, k, v, predictor=row_mass_predictor(rng), closures=1)
+
+
+# ------------------------------------------------------------------------------- the key bias
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"key_mass": "unit", "epsilon": 0.7, "scale": 0.4}])
+def test_a_state_gives_the_bias_for_any_attention_kernel(rng, settings, masked):
+    q, k, v = problems.attention_inputs(rng)
+    mask = jnp.asarray(problems.key_padding([5, 3], 5)) if masked else None
+    spec = aj.SinkhornSpec(num_steps=4, **settings)
+    predictors = operators.sliced("float32", side="key"), row_mass_predictor(rng)
+    for predictor in predictors:
+        state = aj.CompiledState(predictor, spec, closures=1, ending="row")
+        bias, scale, rows = jax.jit(state.to_bias)(q, k, mask)
+        chex.assert_shape(bias, (2, 3, 1, 5))
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            out = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, scale=float(scale))
+            out = out if rows is None else rows * out
+        expected = compiled(
+            q, k, v, mask=mask, predictor=predictor, spec=spec, closures=1, ending="row"
+        )
+        chex.assert_trees_all_close(out, expected, atol=2e-6)
+
+
+def test_layers_that_are_not_one_softmax_have_no_bias(rng):
+    q, k, _ = problems.attention_inputs(rng)
+    spec, predictor = aj.SinkhornSpec(num_steps=4), operators.sliced("float32", side="key")
+    with pytest.raises(ValueError, match="closures=1 is a bias on the keys, got 3"):
+        aj.CompiledState(predictor, spec, closures=3, ending="row").to_bias(q, k)
+    with pytest.raises(ValueError, match=r"one closure from a key dual.*side='query'"):
+        state = aj.CompiledState(operators.sliced("float32"), spec, closures=1, ending="row")
+        state.to_bias(q, k)
+    with pytest.raises(ValueError, match=r"ending='teacher' of a teacher with num_steps=4"):
+        aj.CompiledState(predictor, spec, closures=1).to_bias(q, k)
