@@ -32,15 +32,20 @@ from asap_jax.compiler.calibration import CompileResult
 from asap_jax.compiler.fit import check_closures
 from asap_jax.features import FAMILIES
 from asap_jax.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor
+from asap_jax.predictor.row_mass import RowMass
 from asap_jax.records import CompiledState, group_by_path
-from asap_jax.spec import SinkhornSpec
+from asap_jax.spec import ENDINGS, SinkhornSpec
 
 FORMAT = 3
 MAGIC = "asap_jax compiled model"
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (SinkhornSpec, CompiledState, Correction, Predictor, DualPair, LinearHead, MLPHead)
-}
+    for kind in (
+        SinkhornSpec, CompiledState, Correction, Predictor, DualPair, LinearHead, MLPHead, RowMass
+    )
+}  # fmt: skip
+# Fields that older files lack, with their values there.
+_LATER = {"CompiledState": {"ending": "teacher"}, "Predictor": {"row_mass": None}}
 
 
 def save(path: str | os.PathLike, result: CompileResult) -> None:
@@ -192,7 +197,8 @@ def _described(state: CompiledState) -> dict[str, str]:
         f"field {jax.tree_util.keystr(name)}": f"{leaf.dtype}{list(leaf.shape)}"
         for name, leaf in leaves
     }
-    return {**arrays, "spec": repr(state.spec), "closures": repr(state.closures)}
+    settings = {name: repr(getattr(state, name)) for name in ("spec", "closures", "ending")}
+    return {**arrays, **settings}
 
 
 def _pack(value: Any, name: str, arrays: dict) -> Any:
@@ -224,6 +230,7 @@ def _state(tree: Any, layer: str, arrays: Mapping, path: Any) -> CompiledState:
         if not isinstance(state, CompiledState) or not isinstance(state.spec, SinkhornSpec):
             raise ValueError("holds no compiled state")
         check_closures(state.closures)
+        checks.one_of("ending", state.ending, ENDINGS)
         both = state.predictor
         if not isinstance(both, DualPair if state.closures == "none" else Predictor):
             raise ValueError(f"closures {state.closures!r} do not go with its predictor")
@@ -274,12 +281,13 @@ def _unpack(tree: Any, name: str, arrays: Mapping) -> Any:
             f"before loading (known: {sorted([*_TYPES, *FAMILIES])})"
         )
     known = {f.name for f in dataclasses.fields(kind)}
-    if known != set(tree["fields"]):
+    fields = {**_LATER.get(kind.__name__, {}), **tree["fields"]}
+    if known != set(fields):
         raise ValueError(
             f"{name}: fields {sorted(tree['fields'])} do not fit "
             f"{kind.__name__} with {sorted(known)}"
         )
-    return kind(**{k: _unpack(v, f"{name}/{k}", arrays) for k, v in tree["fields"].items()})
+    return kind(**{k: _unpack(v, f"{name}/{k}", arrays) for k, v in fields.items()})
 
 
 def _read(path: str) -> tuple[dict, dict]:

@@ -29,11 +29,16 @@ def attention_rel_l2(
       A scalar.
     """
     a, b = _pair("weights", weights, reference, 2)
-    head = a.ndim - 3
-    pooled = checks.static_bool("pooled", pooled)
-    axes = None if pooled else tuple(i for i in range(a.ndim) if i != head)
-    norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x), axis=axes))
-    return jnp.mean(norm(a - b) / norm(b))
+    return _rel_l2(a, b, None if checks.static_bool("pooled", pooled) else a.ndim - 3)
+
+
+def output_rel_l2(output: ArrayLike, reference: ArrayLike) -> jax.Array:
+    """``|A_hat v - A v| / |A v|`` over a batch, mean over heads: a scalar.
+
+    Head outputs are ``(..., N, heads, head_dim)``; those of inactive queries are 0.
+    """
+    a, b = _pair("output", output, reference, 3)
+    return _rel_l2(a, b, a.ndim - 2)
 
 
 def output_rmse(
@@ -91,6 +96,13 @@ def entropy(weights: ArrayLike, query_valid: ArrayLike | None = None) -> jax.Arr
     p = a / jnp.where(total > 0, total, jnp.ones_like(total))
     h = -jnp.sum(p * jnp.log(jnp.where(p > 0, p, jnp.ones_like(p))), -1)
     return _valid_mean(h, query_valid, "query_valid")
+
+
+def _rel_l2(a: jax.Array, b: jax.Array, head: int | None) -> jax.Array:
+    """Mean over the axis ``head`` of the relative distance over all other axes."""
+    axes = None if head is None else tuple(i for i in range(a.ndim) if i != head)
+    norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x), axis=axes))
+    return jnp.mean(norm(a - b) / norm(b))
 
 
 def _marginal_error(weights: Any, axis: int, valid: Any, name: str, target: Any) -> jax.Array:

@@ -125,7 +125,8 @@ class CompiledState:
         """
         if self.closures != 1:
             raise ValueError(f"only closures=1 is a bias on the keys, got {self.closures!r}")
-        return key_bias(self.predictor, query, key, mask, spec=self.spec, ending=self.ending)
+        predictor = checks.instance("predictor", self.predictor, Predictor, "a Predictor")
+        return key_bias(predictor, query, key, mask, spec=self.spec, ending=self.ending)
 
     def check(self, spec: SinkhornSpec, path: str, hint: str) -> None:
         """Raises ValueError when the layer's own spec differs, or a stack was not sliced."""

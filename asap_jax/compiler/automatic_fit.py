@@ -33,7 +33,8 @@ class AutoFit(Fit["AutomaticLayerFit"]):
     """Fits several candidates to every layer and chooses the best on held-out batches.
 
     The report is measured on other batches. Calibration records stay in memory. All candidates are
-    compared at the same number of closures, the budget.
+    compared at the same number of closures, the budget: by the rel-l2 of the weights, or for
+    ``ending="row"`` by that of the head outputs.
 
     Attributes:
       candidates: the candidates to try, cheapest to run first; ``CANDIDATES`` when None.
@@ -82,14 +83,17 @@ class AutoFit(Fit["AutomaticLayerFit"]):
     def check_closures(self, closures: str | int) -> None:
         """Raises ValueError for a name, or a number that no candidate suits."""
         number = number_of_closures(closures)
-        if not any(candidate.suits(number, masked=False) for candidate in self.tries):
+        suits = lambda c: c.suits(number, masked=False, continued=True)
+        if not any(suits(candidate) for candidate in self.tries):
             names = [candidate.name for candidate in self.tries]
             raise ValueError(f"no candidate of {names} suits closures={number}")
 
-    def check_teacher(self, path: str, spec: SinkhornSpec, closures: str | int | None) -> None:
+    def check_teacher(
+        self, path: str, spec: SinkhornSpec, closures: str | int | None, ending: str
+    ) -> None:
         """Raises ValueError also for a ladder beyond the teacher's steps."""
-        super().check_teacher(path, spec, closures)
-        check_steps("ladder", self.ladder, path, spec)
+        super().check_teacher(path, spec, closures, ending)
+        check_steps("ladder", self.ladder, path, spec.ended(ending))
 
     def left_out(self, spec: SinkhornSpec, closures: str | int | None) -> tuple[int, ...]:
         """Numbers of the default budget and ladder for which the teacher has too few steps."""
@@ -141,11 +145,12 @@ class AutomaticLayerFit(StoringFit):
 
     def _fit_all(self, records: list[list[Record]]) -> None:
         """Fits every candidate at every number of closures that it suits."""
-        rungs = {n for n in (*self.fit.rungs, self.closures) if n < self.spec.num_steps}
+        rungs = {n for n in (*self.fit.rungs, self.closures) if n < self.target.num_steps}
+        continued = self.target != self.spec
         masked = records[0][0].mask is not None
         for candidate in self.fit.tries:
             for rung in sorted(rungs):
-                if candidate.suits(rung, masked=masked):
+                if candidate.suits(rung, masked=masked, continued=continued):
                     self.fitted[candidate.name, rung] = self.fit_stack(candidate, records, rung)
         if not any(rung == self.closures for _, rung in self.fitted):
             raise ValueError(
@@ -173,12 +178,18 @@ class AutomaticLayerFit(StoringFit):
         return cheapest_good(means, costs), too_slow
 
     def _rel_l2(self, record: Record, predictor: Predictor, closures: int) -> float:
-        settings = dict(spec=self.spec, predictor=predictor, closures=closures)
-        return float(fidelity.rel_l2(record, functions.asap_attention, **settings))
+        settings = dict(spec=self.spec, closures=closures, ending=self.ending, predictor=predictor)
+        return self._error(record, functions.asap_attention, **settings)
+
+    def _error(self, record: Record, function: Any, **settings: Any) -> float:
+        """The error that the choice goes by: of the weights, or of the outputs for a row ending."""
+        record = dataclasses.replace(record, spec=self.spec)
+        of_outputs = self.ending == "row"
+        return float(fidelity.rel_l2(record, function, of_outputs=of_outputs, **settings))
 
     def _time(self, record: Record, name: str, rung: int, index: int) -> float:
         predictor, _ = self.fitted[name, rung][index]
-        return _seconds(_compiled, record, self.spec, predictor, rung)
+        return _seconds(_compiled, record, self.spec, predictor, rung, self.ending)
 
     def ladder(self, record: Record, *, timed: bool) -> list[Ladder]:
         """Fidelity, and time if ``timed``, of every operator on one record, layer by layer."""
@@ -192,12 +203,15 @@ class AutomaticLayerFit(StoringFit):
             seconds = self._time(record, name, rung, index) if timed else math.nan
             rows.setdefault(name, {})[rung] = Rung(error, seconds)
         for rung in sorted({rung for _, rung in self.fitted}):
-            steps = rung + (self.spec.num_steps - rung) % 2
+            steps = rung + (self.target.num_steps - rung) % 2
+            if self.ending == "row":  # a row-ended Sinkhorn takes as many calls as steps
+                steps = rung - (rung + 1) % 2
             if steps < self.spec.num_steps:
                 spec = dataclasses.replace(self.spec, num_steps=steps)
-                error = float(fidelity.rel_l2(record, functions.sinkhorn_attention, spec=spec))
+                error = self._error(record, functions.sinkhorn_attention, spec=spec)
                 rows.setdefault(SAME_ENDING, {})[rung] = Rung(error, teacher_seconds(spec))
-            error = float(fidelity.zero_rel_l2(record, closures=rung))
+            settings = dict(closures=rung, ending=self.ending, of_outputs=self.ending == "row")
+            error = float(fidelity.zero_rel_l2(record, **settings))
             rows.setdefault("closures from zero", {})[rung] = Rung(error, math.nan)
         rows["teacher"] = {self.spec.num_steps: Rung(0.0, teacher_seconds(self.spec))}
         return rows
@@ -224,10 +238,12 @@ def mean_ladder(ladders: list[Ladder]) -> Ladder:
     }
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _compiled(record: Record, spec: SinkhornSpec, predictor: Predictor, closures: int) -> Result:
-    call = Call(*record.tokens)
-    return functions.asap_attention.core(call, predictor=predictor, spec=spec, closures=closures)
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _compiled(
+    record: Record, spec: SinkhornSpec, predictor: Predictor, closures: int, ending: str
+) -> Result:
+    settings = dict(predictor=predictor, spec=spec, closures=closures, ending=ending)
+    return functions.asap_attention.core(Call(*record.tokens), **settings)
 
 
 @jax.jit

@@ -117,7 +117,7 @@ class Calibration(abc.ABC):
         options = self.options
         for path, record in select(self.records(teacher, batch), options.layers).items():
             if path not in self.fits:
-                settings = options.closures, options.seed, options.holdout
+                settings = options.closures, options.seed, options.holdout, options.ending
                 self.fits[path] = self.fit.layer_kind()(path, record, self.fit, *settings)
             self.fits[path].add(record, where)
         self.num_batches += 1

@@ -30,8 +30,8 @@ class Fit(abc.ABC, Generic[L]):
     """Settings of a fit; ``L`` is the class that fits one layer with them.
 
     Attributes:
-      default_closures: the meaning of ``closures=None``; a number is reduced to the most that the
-        teacher allows.
+      default_closures: the meaning of ``closures=None`` for ``ending="teacher"``; a number is
+        reduced to the most that the teacher allows.
     """
 
     default_closures: ClassVar[str | int] = 2
@@ -49,14 +49,21 @@ class Fit(abc.ABC, Generic[L]):
     def check_closures(self, closures: str | int) -> None:
         """Raises ValueError if this fit does not support ``closures``."""
 
-    def check_teacher(self, path: str, spec: SinkhornSpec, closures: str | int | None) -> None:
+    def check_teacher(
+        self, path: str, spec: SinkhornSpec, closures: str | int | None, ending: str
+    ) -> None:
         """Raises ValueError, with the reason, for a teacher that this fit cannot compile."""
         if spec.num_steps == 1:
             raise ValueError(
                 f"layer {path!r} has num_steps=1, which is row softmax: it has no dual before its "
                 f"only step, so there is nothing to compile; leave it out with layers=[...]"
             )
-        check_steps("closures", closures, path, spec)
+        check_steps("closures", closures, path, spec.ended(ending))
+
+    def default(self, ending: str) -> str | int:
+        """The meaning of ``closures=None``: a number is 1 for ``ending="row"``, one softmax."""
+        default = self.default_closures
+        return 1 if ending == "row" and isinstance(default, int) else default
 
     def left_out(self, spec: SinkhornSpec, closures: str | int | None) -> tuple[int, ...]:
         """Default numbers of closures for which the teacher has too few steps."""
@@ -77,7 +84,8 @@ class LayerFit(abc.ABC):
 
     Attributes:
       path, spec, stack: of the layer, see ``Record``.
-      fit, seed, holdout: see ``Options``.
+      target: the spec that the closures end as: ``spec``, or that continued by one row step.
+      fit, seed, holdout, ending: see ``Options``.
       closures: the closures that the layer is compiled to.
       left_out: see ``Fit.left_out``.
     """
@@ -93,19 +101,21 @@ class LayerFit(abc.ABC):
         closures: str | int | None = None,
         seed: int = 0,
         holdout: float = 0.2,
+        ending: str = "teacher",
     ):
         """Reads the shapes of the layer from its first ``record``, but does not add the record.
 
         Raises:
           ValueError: a teacher that this fit cannot compile.
         """
-        fit.check_teacher(path, record.spec, closures)
+        fit.check_teacher(path, record.spec, closures, ending)
         self.path, self.fit, self.seed, self.holdout = path, fit, seed, holdout
-        self.spec, self.stack = record.spec, record.stack
-        default, most = fit.default_closures, self.spec.num_steps - 1
+        self.spec, self.stack, self.ending = record.spec, record.stack, ending
+        self.target = self.spec.ended(ending)
+        default, most = fit.default(ending), self.target.num_steps - 1
         default = default if isinstance(default, str) else min(default, most)
         self.closures = default if closures is None else closures
-        self.left_out = fit.left_out(self.spec, closures)
+        self.left_out = fit.left_out(self.target, closures)
 
     @property
     def depth(self) -> int:
@@ -120,11 +130,11 @@ class LayerFit(abc.ABC):
             and 1, or it does not fit earlier batches.
         """
         check_mask(record, self.path, where)
-        self._add(record, where)
+        self._add(dataclasses.replace(record, spec=self.target), where)
 
     @abc.abstractmethod
     def _add(self, record: Record, where: str) -> None:
-        """Adds one batch with a checked mask."""
+        """Adds one batch with a checked mask; its spec is ``target``."""
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
         """Replaces sums by their totals over processes, see ``Calibration.reduce``.
@@ -156,8 +166,8 @@ class LayerFit(abc.ABC):
             *(predictor for predictor, _ in solved),
         )
         figures = [dict(numbers, left_out=self.left_out) for _, numbers in solved]
-        state = CompiledState(predictor, self.spec, self.closures, stack_mark(self.stack))
-        return state, figures
+        mark = stack_mark(self.stack)
+        return CompiledState(predictor, self.spec, self.closures, mark, ending=self.ending), figures
 
     def layer(self, sums: Any, index: int) -> Any:
         """The arrays of layer ``index`` of the stack."""

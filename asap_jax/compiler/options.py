@@ -14,6 +14,7 @@ from asap_jax.compiler.automatic_fit import AutoFit
 from asap_jax.compiler.fit import Fit, check_closures
 from asap_jax.compiler.paper_fit import PaperFit
 from asap_jax.compiler.single_fit import THOROUGH
+from asap_jax.spec import ENDINGS
 
 NAMED: dict[str, Fit] = {
     **{candidate.name: candidate for candidate in THOROUGH},
@@ -59,7 +60,10 @@ class Options:
       closures: an int n: n closures, from the side with which they end as the teacher does. A
         ``PaperFit`` also takes ``"two_sided"`` (ASAP), ``"one_sided"`` (ASAP-0) and ``"none"``
         (ablation: both duals predicted, no c-transform). None is ``"two_sided"`` for a
-        ``PaperFit`` and otherwise 2, or 1 for a teacher of two steps; the report mentions that.
+        ``PaperFit`` and otherwise 2, or 1 for a teacher of two steps (the report mentions that) and
+        for ``ending="row"``.
+      ending: ``"teacher"``, or ``"row"``: the closures end on rows even if the teacher ends on
+        columns, see ``asap_attention``. One closure is then one softmax attention.
       layers: paths of the layers to compile; all when None.
       holdout: share of the batches that the fit does not see; the report is measured on them.
       seed: seed of slice directions and codebooks.
@@ -70,6 +74,7 @@ class Options:
 
     fit: str | Fit = "moments"
     closures: str | int | None = None
+    ending: str = "teacher"
     layers: Sequence[str] | None = None
     holdout: float = 0.2
     seed: int = 0
@@ -80,7 +85,11 @@ class Options:
         set_field("fit", fit)
         if self.closures is not None:
             set_field("closures", check_closures(self.closures))
-        fit.check_closures(fit.default_closures if self.closures is None else self.closures)
+        checks.one_of("ending", self.ending, ENDINGS)
+        closures = fit.default(self.ending) if self.closures is None else self.closures
+        fit.check_closures(closures)
+        if self.ending == "row" and closures in ("one_sided", "none"):
+            raise ValueError(f"closures={closures!r} does not end on rows, got ending='row'")
         if self.layers is not None:
             set_field("layers", checks.items("layers", self.layers))
         if self.layers == ():

@@ -267,7 +267,7 @@ class PaperLayerFit(LayerFit):
             width = sum(family.num_features(self.head_dim) for family in self.families)
             head, bias = head[..., :width], head[..., width:]
         closures = self.closures
-        side = "query" if isinstance(closures, str) else self.spec.side_before_end(closures)
+        side = "query" if isinstance(closures, str) else self.target.side_before_end(closures)
         settings = dict(token_bias=bias, side=side, baseline=fit.baseline)
         return predictor(LinearHead(head), **settings), figures
 
@@ -302,6 +302,7 @@ class _StreamedItems(Iterable):
 
     def __iter__(self) -> Iterator[kl_data.KLItem]:
         for record in self.layer.stream():
+            record = dataclasses.replace(record, spec=self.layer.target)
             record = record.with_padding(self.layer.fit.padding)
             yield kl_data.kl_item(unstack(record)[self.index], self.layer.families)
 

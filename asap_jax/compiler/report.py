@@ -6,9 +6,11 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-METRICS = ("rel_l2", "output_rmse", "row_error", "column_error")
+METRICS = ("calls", "rel_l2", "output_rel_l2", "output_rmse", "row_error", "column_error")
 SAME_ENDING = "Sinkhorn, same ending"  # row of a ladder
-HEADINGS = ("attention rel-l2", "output RMSE", "row error", "column error")
+HEADINGS = (
+    "calls", "attention rel-l2", "output rel-l2", "output RMSE", "row error", "column error"
+)  # fmt: skip
 
 
 class Rung(NamedTuple):
@@ -28,7 +30,8 @@ class LayerReport:
 
     Attributes:
       path: the layer's address; ``[i]`` is appended within a scanned stack.
-      rows: operator name to ``{rel_l2, output_rmse, row_error, column_error}``.
+      rows: operator name to ``{calls, rel_l2, output_rel_l2, output_rmse, row_error,
+        column_error}``; calls are those of an attention kernel that stores no N x M array.
       fit: ``r_squared_fit`` (least squares, fit batches) and ``r_squared`` (report batches) of the
         predicted dual, ``num_rows`` of the regression, and ``left_out``: default numbers of
         closures for which the teacher has too few steps. A KL fit adds ``kl_reason``,
@@ -98,10 +101,11 @@ class LayerReport:
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.rows)
-        head = " ".join(f"{h:>16}" for h in HEADINGS)
+        head = " ".join(HEADINGS)
         lines = [f"{self.path}: {self._fit()}", f"  {'operator':<{width}} {head}"]
         for name, row in self.rows.items():
-            cells = " ".join(f"{row[m]:>16.3g}" for m in METRICS)
+            columns = zip(METRICS, map(len, HEADINGS), strict=True)
+            cells = " ".join(f"{row[m]:>{w}.3g}" for m, w in columns)
             lines.append(f"  {name:<{width}} {cells}")
         if self.ladder is not None:
             lines += self._ladder(self.ladder)

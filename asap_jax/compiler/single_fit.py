@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from asap_jax import checks
@@ -16,7 +18,7 @@ from asap_jax.fitting import fidelity, finetune, stages, targets
 from asap_jax.fitting.least_squares import NormalEquations, Regression
 from asap_jax.predictor.predictor import Predictor
 from asap_jax.records import Record, unstack
-from asap_jax.spec import PADDINGS
+from asap_jax.spec import PADDINGS, SinkhornSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Candidate(Fit[LayerFit]):
       tuned: most steps of tuning by the divergence of the plans after all closures; 0 for none.
       hidden: units of a hidden layer beside the linear head, also tuned; 0 for none.
       features: feature families of every stage; a codebook is added to them.
+      row_mass: also fit the row sums, from the same features of the queries: for ``ending="row"``
+        of a teacher that ends on columns. The rows then no longer sum to one.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
@@ -55,6 +59,7 @@ class Candidate(Fit[LayerFit]):
     tuned: int = 0
     hidden: int = 0
     features: tuple = (Moments(),)
+    row_mass: bool = False
 
     def __post_init__(self):
         checks.instance("name", self.name, str, "a string")
@@ -69,6 +74,7 @@ class Candidate(Fit[LayerFit]):
             raise ValueError("features must hold a feature family, got ()")
         checks.positive_int("num_centres", self.num_centres)
         checks.static_bool("chain", self.chain)
+        checks.static_bool("row_mass", self.row_mass)
         if self.padding is not None:
             checks.one_of("padding", self.padding, PADDINGS)
         checks.one_of("coefficients", self.coefficients, ("per_head", "pooled"))
@@ -77,17 +83,22 @@ class Candidate(Fit[LayerFit]):
             raise ValueError(f"damping must be in [0, 1] or None, got {self.damping!r}")
 
     @property
-    def cost(self) -> tuple[int, int, int]:
-        """Cost to run, compared in this order: centres over all rounds, chain, hidden units."""
-        return self.rounds * self.num_centres, int(self.chain), self.hidden
+    def cost(self) -> tuple[int, int, int, int]:
+        """Cost to run, in this order: centres over all rounds, chain, hidden units, row mass."""
+        return self.rounds * self.num_centres, int(self.chain), self.hidden, int(self.row_mass)
 
     @property
     def regression(self) -> Regression:
         """Settings of its least-squares fits."""
         return Regression(self.rows, self.coefficients == "per_head", self.ridge, self.ridge_scale)
 
-    def suits(self, num_closures: int, *, masked: bool) -> bool:
-        """Whether its settings take effect at this number of closures, with or without masks."""
+    def suits(self, num_closures: int, *, masked: bool, continued: bool = False) -> bool:
+        """Whether its settings take effect at this number of closures, with or without masks.
+
+        ``continued``: the closures end on rows of a teacher that ends on columns.
+        """
+        if self.row_mass and not continued:
+            return False
         if self.chain and num_closures < 2:
             return False
         if self.damping is not None and num_closures != 1:
@@ -107,6 +118,17 @@ class Candidate(Fit[LayerFit]):
                 f"chain=True of fit {self.name!r} needs two closures or more, got closures={number}"
             )
 
+    def check_teacher(
+        self, path: str, spec: SinkhornSpec, closures: str | int | None, ending: str
+    ) -> None:
+        """Raises ValueError also for a row mass that the ending has no use for."""
+        super().check_teacher(path, spec, closures, ending)
+        if self.row_mass and spec.ended(ending) == spec:
+            raise ValueError(
+                f"row_mass=True of fit {self.name!r} is for ending='row' of a teacher that ends on "
+                f"columns: layer {path!r} has num_steps={spec.num_steps}, got ending={ending!r}"
+            )
+
     def layer_kind(self) -> type[LayerFit]:
         """A single least-squares fit needs only sums over the batches, otherwise the records."""
         return RecordsFit if self.rounds or self.chain or self.tuned else SumsFit
@@ -117,7 +139,8 @@ class Candidate(Fit[LayerFit]):
         """Fits one layer to all its records.
 
         Args:
-          records: the layer's calibration records, not stacked.
+          records: the layer's calibration records, not stacked; the closures end as the teacher of
+            their spec does.
           num_closures: n, ``1 <= n <= num_steps - 1``.
           seed: of the codebooks.
 
@@ -144,6 +167,11 @@ class Candidate(Fit[LayerFit]):
             fitted = stages.add_corrections(
                 fitted, records, self.features, num_closures, self.regression
             )
+        if self.row_mass:
+            sums = [targets.row_mass_sums(r, self.features, rows=self.rows) for r in records]
+            row_mass = stages.solve_row_mass(self.regression, sums, self.features)
+            predictor = dataclasses.replace(fitted.predictor, row_mass=row_mass)
+            fitted = fitted._replace(predictor=predictor)
         if not self.tuned:
             return fitted.predictor, fitted.figures
         predictor, figures = finetune.tune(
@@ -167,11 +195,14 @@ CANDIDATES = (
     _every("moments"),
     Candidate("moments, active tokens", padding="self"),
     _every("moments, weighted", damping=0.1),
+    _every("moments, row mass", row_mass=True),
     _every("moments, chain", chain=True),
     _every("codebook", rounds=2),
+    _every("codebook, row mass", rounds=2, row_mass=True),
     _every("codebook, weighted", rounds=2, damping=0.1),
     _every("codebook, chain", rounds=2, chain=True),
     _every("large codebook", rounds=3, num_centres=32),
+    _every("large codebook, row mass", rounds=3, num_centres=32, row_mass=True),
     _every("large codebook, weighted", rounds=3, num_centres=32, damping=0.1),
 )
 
@@ -193,28 +224,32 @@ class SumsFit(LayerFit):
 
     fit: Candidate
     closures: int
-    sums: NormalEquations | None = None
+    sums: list[NormalEquations] | None = None  # of the dual, and of row masses if they are fitted
 
     def _add(self, record: Record, where: str) -> None:
-        new = targets.layer_sums(
-            record.with_padding(self.fit.padding),
-            self.fit.features,
-            target=self.closures,
-            rows=self.fit.rows,
-            damping=self.fit.damping if self.closures == 1 else None,
-        )
+        fit, record = self.fit, record.with_padding(self.fit.padding)
+        damping = fit.damping if self.closures == 1 else None
+        settings = dict(target=self.closures, rows=fit.rows, damping=damping)
+        new = [targets.layer_sums(record, fit.features, **settings)]
+        if fit.row_mass:
+            new.append(targets.row_mass_sums(record, fit.features, rows=fit.rows))
         check_finite(new, record, self.path, where)
-        self.sums = new if self.sums is None else self.sums + new
+        self.sums = jax.tree.map(jnp.add, self.sums, new) if self.sums else new
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
         """Replaces the sums by their totals over processes."""
         self.sums = total(self.sums)
 
     def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
-        fit, side = self.fit, self.spec.side_before_end(self.closures)
-        sums = [self.layer(self.sums, index) for index in range(self.depth)]
-        fits = [stages.solve(fit.regression, [s], fit.features, side, fit.padding) for s in sums]
-        return [(fitted.predictor, fitted.figures) for fitted in fits]
+        fit, side = self.fit, self.target.side_before_end(self.closures)
+        solved = []
+        for index in range(self.depth):
+            dual, *rows = self.layer(self.sums, index)
+            fitted = stages.solve(fit.regression, [dual], fit.features, side, fit.padding)
+            row_mass = stages.solve_row_mass(fit.regression, rows, fit.features) if rows else None
+            predictor = dataclasses.replace(fitted.predictor, row_mass=row_mass)
+            solved.append((predictor, fitted.figures))
+        return solved
 
 
 class StoringFit(LayerFit):

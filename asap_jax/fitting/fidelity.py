@@ -13,10 +13,12 @@ from asap_jax import checks, masks, metrics
 from asap_jax.attention import functions
 from asap_jax.attention.flax_call import AttentionFunction
 from asap_jax.fitting import targets
+from asap_jax.predictor import row_mass
 from asap_jax.predictor.starting_dual import predicted_dual
 from asap_jax.records import CompiledState, Record, call, over_stack, problem
-from asap_jax.solvers import log_domain
+from asap_jax.solvers import ctransform, log_domain
 from asap_jax.solvers.closures import Closures
+from asap_jax.spec import SinkhornSpec
 
 
 @jax.jit
@@ -40,12 +42,14 @@ def layer_fidelity(
 ) -> dict[str, dict[str, jax.Array]]:
     """Fidelity of every operator to the teacher on one record.
 
-    The operators are those of ``operators``, Sinkhorn at each of ``budgets``, and the teacher.
+    The operators are those of ``operators``, Sinkhorn at each of ``budgets``, and the teacher. If
+    the layer ends on rows but the teacher on columns, they include the teacher after one more row
+    step: its distance is the part of the error that no dual removes without ``RowMass``.
 
     Returns:
-      Operator name to scalars ``rel_l2``, ``output_rmse``, ``row_error``, ``column_error``. Entry
-      ``"fit"`` holds ``r_squared`` of the predicted dual. A stacked record gives arrays over its
-      layers.
+      Operator name to scalars ``calls``, ``rel_l2``, ``output_rel_l2``, ``output_rmse``,
+      ``row_error`` and ``column_error``. Entry ``"fit"`` holds ``r_squared`` of the predicted dual.
+      A stacked record gives arrays over its layers.
     """
 
     def fidelity(record, predictor):
@@ -55,60 +59,109 @@ def layer_fidelity(
         p = problem(record)
         target = jnp.exp(p.log_key_target(spec.key_mass))
 
-        def measure(out, weights):
+        def measure(num_calls, out, weights):
             valid = p.validity or masks.Validity(None, None)
             tokens = None if valid.query is None else valid.query.any(-2)
             return dict(
+                calls=jnp.asarray(num_calls, weights.dtype),
                 rel_l2=metrics.attention_rel_l2(weights, reference[1]),
+                output_rel_l2=metrics.output_rel_l2(out, reference[0]),
                 output_rmse=metrics.output_rmse(out, reference[0], query_valid=tokens),
                 row_error=metrics.row_error(weights, valid.query),
                 column_error=metrics.column_error(weights, valid.key, target),
             )
 
         result = {}
-        for name, closures in operators(state.closures).items():
-            settings = dict(spec=spec, closures=closures, predictor=predictor)
-            result[name] = measure(*run(functions.asap_attention, **settings))
+        for name, closures in operators(state.closures, state.ending).items():
+            calls = compiled_calls(predictor, spec, closures, state.ending)
+            settings = dict(spec=spec, closures=closures, ending=state.ending, predictor=predictor)
+            result[name] = measure(calls, *run(functions.asap_attention, **settings))
+        continued = spec.ended(state.ending)
+        if continued != spec:
+            out, weights = run(functions.sinkhorn_attention, spec=continued)
+            rows = jnp.exp(row_mass.log_rows(p, spec))
+            rows = rows[..., None] if rows.ndim else rows
+            out = jnp.swapaxes(rows * jnp.swapaxes(out, -2, -3), -2, -3)
+            calls = sinkhorn_calls(continued.num_steps)
+            result["teacher, one more row step"] = measure(calls, out, rows * weights)
         for steps in budgets:
             small = dataclasses.replace(spec, num_steps=steps)
-            result[f"Sinkhorn S={steps}"] = measure(*run(functions.sinkhorn_attention, spec=small))
-        result["teacher"] = measure(*reference)
+            outputs = run(functions.sinkhorn_attention, spec=small)
+            result[f"Sinkhorn S={steps}"] = measure(sinkhorn_calls(steps), *outputs)
+        result["teacher"] = measure(sinkhorn_calls(spec.num_steps), *reference)
         result["fit"] = dict(r_squared=_r_squared(p, spec, state, predictor))
         return result
 
     return over_stack(fidelity, record, state.predictor)
 
 
-def operators(closures: str | int) -> dict[str, str | int]:
+def sinkhorn_calls(num_steps: int) -> int:
+    """Attention calls of a Sinkhorn layer that stores no N x M array.
+
+    Every half-step is one call of softmax attention. A layer that ends on rows has its output from
+    the last one; a layer that ends on columns needs one more.
+    """
+    return num_steps + (num_steps + 1) % 2
+
+
+def compiled_calls(predictor: Any, spec: SinkhornSpec, closures: str | int, ending: str) -> int:
+    """Attention calls of a compiled layer, see ``sinkhorn_calls``."""
+    if closures == "none":
+        return 1
+    number = functions.num_closures(closures, predictor.side, spec.ended(ending))
+    ends_on_rows = (predictor.side == "query") == (number % 2 == 0)
+    return number if ends_on_rows else number + 1
+
+
+def operators(closures: str | int, ending: str = "teacher") -> dict[str, str | int]:
     """Name in reports to closures, for the operators that a fit to ``closures`` gives.
 
     A fit of the source dual gives both operators of the paper.
     """
+    suffix = ", row ending" if ending == "row" else ""
     if closures == "none":
         return {"both duals predicted": "none"}
-    if isinstance(closures, str):
+    if isinstance(closures, str) and not suffix:
         return {"ASAP-0": "one_sided", "ASAP": "two_sided"}
-    return {f"compiled, {closures} closure{'s' if closures > 1 else ''}": closures}
+    if isinstance(closures, str):
+        return {f"ASAP{suffix}": closures}
+    return {f"compiled, {closures} closure{'s' if closures > 1 else ''}{suffix}": closures}
 
 
-@functools.partial(jax.jit, static_argnames=("function", "closures"))
-def rel_l2(record: Record, function: AttentionFunction, **settings: Any) -> jax.Array:
-    """Attention rel-l2 of ``function`` with its keywords ``settings`` on one unstacked record."""
-    return metrics.attention_rel_l2(call(record, function, **settings)[1], _teacher_weights(record))
+@functools.partial(jax.jit, static_argnames=("function", "of_outputs", "closures", "ending"))
+def rel_l2(
+    record: Record, function: AttentionFunction, *, of_outputs: bool = False, **settings: Any
+) -> jax.Array:
+    """Relative distance of ``function`` with keywords ``settings`` from the record's teacher.
+
+    It is that of the weights, or of the head outputs. The record is of one layer.
+    """
+    out, weights = call(record, function, **settings)
+    return _rel_l2(record, out, weights, of_outputs)
 
 
-@functools.partial(jax.jit, static_argnames="closures")
-def zero_rel_l2(record: Record, *, closures: int) -> jax.Array:
-    """Attention rel-l2 of ``closures`` closures from the dual 0 that end as the teacher does."""
+@functools.partial(jax.jit, static_argnames=("closures", "ending", "of_outputs"))
+def zero_rel_l2(
+    record: Record, *, closures: int, ending: str = "teacher", of_outputs: bool = False
+) -> jax.Array:
+    """As ``rel_l2``, of ``closures`` closures from the dual 0."""
     p, spec = problem(record), record.spec
-    side, log_target = spec.side_before_end(closures), p.log_key_target(spec.key_mass)
+    continued = spec.ended(ending)
+    side, log_target = continued.side_before_end(closures), p.log_key_target(spec.key_mass)
     zero = jnp.zeros_like(p.tokens(side, spec.padding).own[..., 0])
     weights = log_domain.weights_after(p, zero, log_target, Closures(side, closures, spec.epsilon))
-    return metrics.attention_rel_l2(weights, _teacher_weights(record))
+    if continued != spec:
+        rows = jnp.exp(row_mass.log_rows(p, spec))
+        weights = weights * (rows[..., None] if rows.ndim else rows)
+    out = jnp.swapaxes(ctransform.mixture(weights, p.values), -2, -3)
+    return _rel_l2(record, out, weights, of_outputs)
 
 
-def _teacher_weights(record):
-    return call(record, functions.sinkhorn_attention, spec=record.spec)[1]
+def _rel_l2(record: Record, out: jax.Array, weights: jax.Array, of_outputs: bool) -> jax.Array:
+    true_out, true_weights = call(record, functions.sinkhorn_attention, spec=record.spec)
+    if of_outputs:
+        return metrics.output_rel_l2(out, true_out)
+    return metrics.attention_rel_l2(weights, true_weights)
 
 
 def _r_squared(p, spec, state, predictor):
@@ -116,7 +169,7 @@ def _r_squared(p, spec, state, predictor):
     target = state.closures if isinstance(state.closures, int) else "source"
     if state.closures == "none":
         target, predictor = "final_query", predictor.query
-    spec = spec.with_padding(predictor.padding)
+    spec = spec.ended(state.ending).with_padding(predictor.padding)
     y, _, tokens = targets.target_dual(p, spec, target)
     dual = masks.center(predicted_dual(predictor, p, spec) + tokens.shift(), tokens.own_valid)
     valid = checks.validity("valid", tokens.own_valid, y)

@@ -21,6 +21,7 @@ from asap_jax.features import Codebook, kmeans
 from asap_jax.fitting import targets
 from asap_jax.fitting.least_squares import NormalEquations, Regression, rows_by_head
 from asap_jax.predictor import Correction, LinearHead, Predictor, corrections
+from asap_jax.predictor.row_mass import RowMass
 from asap_jax.predictor.starting_dual import starting_scaling
 from asap_jax.records import Record, problem
 from asap_jax.solvers import log_domain
@@ -105,6 +106,14 @@ def solve(
     total, coefficients, figures = regression.solve(functools.reduce(operator.add, sums))
     predictor = Predictor(families, LinearHead(coefficients), side=side, padding=padding)
     return Fitted(predictor, figures, (total.whitening(regression.ridge),))
+
+
+def solve_row_mass(
+    regression: Regression, sums: Sequence[NormalEquations], families: tuple
+) -> RowMass:
+    """The row masses, from the normal equations of their batches."""
+    _, coefficients, _ = regression.solve(functools.reduce(operator.add, sums))
+    return RowMass(families, LinearHead(coefficients))
 
 
 def add_corrections(

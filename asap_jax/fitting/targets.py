@@ -5,6 +5,7 @@ Pure functions of one record; over a stack of layers (from a scan) they are mapp
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, features, masks
 from asap_jax.fitting.least_squares import NormalEquations, einsum
+from asap_jax.predictor import row_mass
 from asap_jax.predictor.corrections import cost_dual
 from asap_jax.predictor.predictor import first_step
 from asap_jax.problem import Problem, Tokens
@@ -86,6 +88,24 @@ def layer_sums(
         scaling = (dual - tokens.shift()) / spec.epsilon
         weigh = gauss_newton(p.log_kernel(spec.epsilon), scaling, side, damping, valid)
         return zero.add_weighted(x, y, weigh, valid)
+
+    return over_stack(sums, record)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def row_mass_sums(record: Record, families: tuple, *, rows: str = "active") -> NormalEquations:
+    """Normal equations of the log row sums of a teacher that ends on columns, per head.
+
+    ``record.spec`` is that teacher continued by one row step. Arguments and result as
+    ``layer_sums``.
+    """
+
+    def sums(record: Record) -> NormalEquations:
+        spec = dataclasses.replace(record.spec, num_steps=record.spec.num_steps - 1)
+        p = problem(record)
+        x, valid = design(families, p.tokens("query", spec.padding))
+        zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
+        return zero.add(x, row_mass.target(p, spec), regression_rows(p, "query", valid, rows))
 
     return over_stack(sums, record)
 

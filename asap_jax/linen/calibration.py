@@ -94,6 +94,7 @@ def compile(
     *,
     fit: str | Fit = "moments",
     closures: str | int | None = None,
+    ending: str = "teacher",
     layers: Sequence[str] | None = None,
     holdout: float = 0.2,
     seed: int = 0,
@@ -107,7 +108,7 @@ def compile(
       variables: its trained variables; left unchanged.
       batches: an iterable of unlabeled calibration batches. An array is passed as one argument, a
         tuple as ``*batch``, a dict as ``**batch``.
-      fit, closures, layers, holdout, seed: see ``asap_jax.Options``.
+      fit, closures, ending, layers, holdout, seed: see ``asap_jax.Options``.
       apply_kwargs: further keywords of ``model.apply``, such as ``{"train": False}``. Dropout is
         always off during calibration.
       forward: ``forward(variables, batch)``, called instead of ``model.apply``; it must call
@@ -121,7 +122,7 @@ def compile(
       ValueError, TypeError: no such layer, num_steps = 1, no data, data that are not finite, a
         transform that drops the collections, settings out of range; the message has the reason.
     """
-    options = Options(fit, closures, layers, holdout, seed)
+    options = Options(fit, closures, ending, layers, holdout, seed)
     calibration = Calibration(model, options, apply_kwargs=apply_kwargs, forward=forward)
     return calibration.run(variables, batches)
 

@@ -93,6 +93,7 @@ def compile(
     *,
     fit: str | Fit = "moments",
     closures: str | int | None = None,
+    ending: str = "teacher",
     layers: Sequence[str] | None = None,
     holdout: float = 0.2,
     seed: int = 0,
@@ -105,7 +106,7 @@ def compile(
       model: any nnx module that uses ``SinkhornAttention`` as ``attention_fn``; left unchanged. A
         copy in evaluation mode, with dropout off, is calibrated.
       batches: as ``asap_jax.linen.compile``.
-      fit, closures, layers, holdout, seed: see ``asap_jax.Options``.
+      fit, closures, ending, layers, holdout, seed: see ``asap_jax.Options``.
       apply_kwargs: further keywords of the call.
       forward: ``forward(model, batch)`` instead of calling the model.
 
@@ -115,7 +116,7 @@ def compile(
     Raises:
       ValueError, TypeError: as ``asap_jax.linen.compile``.
     """
-    options = Options(fit, closures, layers, holdout, seed)
+    options = Options(fit, closures, ending, layers, holdout, seed)
     return Calibration(options, apply_kwargs=apply_kwargs, forward=forward).run(model, batches)
 
 

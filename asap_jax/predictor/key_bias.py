@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks
 from asap_jax.predictor import row_mass
 from asap_jax.predictor.predictor import Predictor
 from asap_jax.predictor.starting_dual import starting_scaling
@@ -46,7 +45,6 @@ def key_bias(
       ValueError, TypeError: a predictor that does not give a bias on the keys; shapes that do not
         fit.
     """
-    checks.instance("predictor", predictor, Predictor, "a Predictor")
     continued = spec.ended(ending)
     if predictor.side != "key" or predictor.corrections or continued.last_step != "row":
         raise ValueError(

@@ -43,7 +43,10 @@ def run(seed: int, out: pathlib.Path, recipe: Recipe = catalogue.DEMO) -> Fideli
         trained.variables,
         split.test,
         compiled=result.variables,
-        more=compile_teacher.moment_rows(trained, split.train),
+        more=[
+            *compile_teacher.moment_rows(trained, split.train),
+            *compile_teacher.moment_rows(trained, split.train, ending="row"),
+        ],
     )
     report = table.report()
     report.print(screen)

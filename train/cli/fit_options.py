@@ -9,7 +9,7 @@ from asap_jax.compiler.paper_fit import COEFFICIENTS, OBJECTIVES
 from asap_jax.features.directions import KINDS
 from asap_jax.fitting.least_squares import RIDGE_SCALES
 from asap_jax.predictor.predictor import BASELINES
-from asap_jax.spec import PADDINGS
+from asap_jax.spec import ENDINGS, PADDINGS
 from train.runtime.errors import UserError
 
 _FAMILIES = sorted(n for n, family in aj.features.FAMILIES.items() if hasattr(family, "create"))
@@ -47,9 +47,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--closures",
         type=lambda text: int(text) if text.isdecimal() else text,
-        metavar="ENDING",
-        help="number of closures (default: 2). With --fit paper also two_sided (ASAP, the default "
+        metavar="CLOSURES",
+        help="number of closures (default: 2, or 1 for --ending row). With --fit paper also two_sided (ASAP, the default "
         "there), one_sided (ASAP-0) or none (predict both duals, no c-transform)",
+    )
+    parser.add_argument(
+        "--ending",
+        choices=ENDINGS,
+        default=default.ending,
+        help="row: end on rows even if the teacher ends on columns; one closure is then one softmax "
+        "attention (default: %(default)s)",
     )
     group = parser.add_argument_group("settings of the fit (defaults are those of --fit paper)")
     for field in dataclasses.fields(aj.PaperFit):
@@ -87,7 +94,8 @@ def read(arguments: argparse.Namespace, seed: int = 0) -> aj.Options:
             raise UserError(f"{_flag(name)} is not a setting of --fit {arguments.fit}")
     try:
         fit = dataclasses.replace(fit, **values)
-        return aj.Options(fit=fit, closures=arguments.closures, seed=seed)
+        closures, ending = arguments.closures, arguments.ending
+        return aj.Options(fit=fit, closures=closures, ending=ending, seed=seed)
     except (TypeError, ValueError) as fault:
         raise UserError(str(fault)) from fault
 

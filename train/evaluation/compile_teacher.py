@@ -72,6 +72,8 @@ def moment_rows(
     examples: Examples,
     counts: Sequence[int] = (1, 2, 3),
     num_images: int = NUM_IMAGES,
+    *,
+    ending: str = "teacher",
 ) -> list[Operator]:
     """Table rows of the library's moments fit, one for each number of closures.
 
@@ -80,16 +82,18 @@ def moment_rows(
       examples: the training split.
       counts: numbers of closures.
       num_images: number of calibration examples.
+      ending: see ``aj.Options``.
     """
     rows = []
     for count in counts:
-        options = aj.Options(fit="moments", closures=count, seed=trained.seed)
+        options = aj.Options(fit="moments", closures=count, ending=ending, seed=trained.seed)
         result = compile_teacher(trained, examples, options, num_images=num_images)
-        name = counted("Moments", count)
-        rows.append(operators.compiled_row(name, trained.recipe, result.variables, count))
+        name = counted("Moments", count, ending)
+        rows.append(operators.compiled_row(name, trained.recipe, result.variables))
     return rows
 
 
-def counted(family: str, count: int) -> str:
+def counted(family: str, count: int, ending: str = "teacher") -> str:
     """The label of a row, for example ``"Moments, 2 closures"``."""
-    return f"{family}, {count} closure{'s' if count > 1 else ''}"
+    suffix = ", row ending" if ending == "row" else ""
+    return f"{family}, {count} closure{'s' if count > 1 else ''}{suffix}"

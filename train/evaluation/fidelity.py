@@ -69,8 +69,8 @@ def case_metrics(
       plan_kl: also measure the divergence of the teacher's plan from the operator's.
 
     Returns:
-      Scalars ``rel_l2``, ``output_rmse``, ``row_error`` and ``column_error``, and ``plan_kl`` if it
-      is wanted.
+      Scalars ``rel_l2``, ``output_rel_l2``, ``output_rmse``, ``row_error`` and ``column_error``,
+      and ``plan_kl`` if it is wanted.
     """
     inputs = operators.inputs_of(record)
     output, weights = attend(state, *inputs)
@@ -78,6 +78,7 @@ def case_metrics(
     query_valid, key_valid, target = marginals(record, key_mass)
     values = {
         "rel_l2": aj.metrics.attention_rel_l2(weights, true_weights),
+        "output_rel_l2": aj.metrics.output_rel_l2(output, true_output),
         "output_rmse": aj.metrics.output_rmse(output, true_output),
         "row_error": aj.metrics.row_error(weights, query_valid),
         "column_error": aj.metrics.column_error(weights, key_valid, target),
@@ -286,11 +287,13 @@ def measure(
             calls, rounds=rounds, after_round=lambda index: report(steps + index, "times")
         )
     cases = len(measured[teacher.name].cases["rel_l2"])
+    num_calls = {row.name: row.calls for row in rows}
     return FidelityTable(
         title=f"{recipe.name}: Sinkhorn teacher S={recipe.spec.num_steps} and its replacements",
         rows=tuple(
             Row(
                 name=name,
+                calls=num_calls[name],
                 accuracy=values.accuracy,
                 agreement=values.agreement,
                 milliseconds=times[name],

@@ -5,9 +5,11 @@ import dataclasses
 from train.reporting.table import Report, Table
 
 COLUMNS = {
+    "calls": ("calls", "{:d}"),
     "accuracy": ("test accuracy", "{:.3f}"),
     "agreement": ("agreement with teacher", "{:.3f}"),
     "rel_l2": ("attention rel-l2", "{:.3f}"),
+    "output_rel_l2": ("output rel-l2", "{:.3f}"),
     "output_rmse": ("output RMSE", "{:.3f}"),
     "row_error": ("row error", "{:.3f}"),
     "column_error": ("column error", "{:.3f}"),
@@ -23,9 +25,11 @@ class Row:
 
     Attributes:
       name: name of the operator.
+      calls: softmax attention calls of a layer that stores no N x M array.
       accuracy: share of test examples classified correctly.
       agreement: share of test examples on which the prediction is the teacher's.
       rel_l2: relative Frobenius distance of the attention weights from the teacher's.
+      output_rel_l2: relative distance of the head outputs from the teacher's.
       output_rmse: root mean square difference of the head outputs.
       row_error, column_error: mean distance of the weights' row and column sums from their target.
       milliseconds: time of one forward pass of the whole model.
@@ -33,9 +37,11 @@ class Row:
     """
 
     name: str
+    calls: int
     accuracy: float
     agreement: float
     rel_l2: float
+    output_rel_l2: float
     output_rmse: float
     row_error: float
     column_error: float

@@ -9,6 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import asap_jax as aj
+from asap_jax.fitting.fidelity import compiled_calls, sinkhorn_calls
 from asap_jax.records import Record
 from train.recipes.schema import Recipe
 from train.training import factory
@@ -27,6 +28,8 @@ class Operator:
       variables: variables of the module; the parameters are the teacher's in every row.
       attend: ``attend(state, query, key, value, bias, mask)`` gives ``(output, weights)`` of a
         layer, on inputs in Flax's layout. ``state`` is the layer's compiled state, or None.
+      calls: softmax attention calls that a layer needs if it stores no N x M array, see
+        ``asap_jax.fitting.fidelity.sinkhorn_calls``.
       states: compiled states by layer path; empty for operators without compiled layers.
     """
 
@@ -34,6 +37,7 @@ class Operator:
     model: nn.Module
     variables: dict
     attend: Callable[..., tuple[jax.Array, jax.Array]]
+    calls: int
     states: Mapping[tuple[str, ...], aj.CompiledState] = dataclasses.field(default_factory=dict)
 
     def at(self, path: tuple[str, ...], record: Record) -> tuple[jax.Array, jax.Array]:
@@ -94,9 +98,12 @@ def compiled_row(
 ) -> Operator:
     """A row of compiled variables; ``closures`` is the ending, None for each layer's own."""
     ended = variables if closures is None else with_closures(variables, closures)
-    return Operator(
-        name, factory.build(recipe), ended, attend_compiled(recipe.spec), _states(ended)
+    states, spec = _states(ended), recipe.spec
+    calls = max(
+        compiled_calls(state.predictor, spec, state.closures, state.ending)
+        for state in states.values()
     )
+    return Operator(name, factory.build(recipe), ended, attend_compiled(spec), calls, states)
 
 
 def teacher(recipe: Recipe, variables: dict) -> Operator:
@@ -119,7 +126,7 @@ def _states(variables: dict) -> dict:
 def _softmax(name, recipe, variables) -> Operator:
     params = {"params": variables["params"]}
     model = factory.build(recipe, factory.attention("softmax", recipe.spec))
-    return Operator(name, model, params, _attend_softmax)
+    return Operator(name, model, params, _attend_softmax, calls=1)
 
 
 def _attend_softmax(state, *inputs):
@@ -129,7 +136,7 @@ def _attend_softmax(state, *inputs):
 def _sinkhorn(name, recipe, variables, spec) -> Operator:
     params = {"params": variables["params"]}
     model = factory.build(recipe, factory.attention("sinkhorn", spec))
-    return Operator(name, model, params, _attend_sinkhorn(spec))
+    return Operator(name, model, params, _attend_sinkhorn(spec), sinkhorn_calls(spec.num_steps))
 
 
 @functools.cache
@@ -150,6 +157,7 @@ def attend_compiled(spec: aj.SinkhornSpec) -> Callable[..., tuple[jax.Array, jax
             predictor=state.predictor,
             spec=spec,
             closures=state.closures,
+            ending=state.ending,
             return_weights=True,
         )
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import asap_jax as aj
+from asap_jax.spec import ENDINGS
 from train.data.examples import Examples
 from train.evaluation import compile_teacher, operators
 from train.evaluation.operators import Operator
@@ -58,18 +59,25 @@ def entries(
     rows = operators.compiled(recipe, paper.variables)
     result += [compiled_entry(row, "ASAP (paper)", spec) for row in rows]
     report(1, "ASAP")
-    rows = compile_teacher.moment_rows(trained, examples, counts, num_images)
-    result += [compiled_entry(row, "Moments", spec) for row in rows]
-    report(2, "moments")
-    for done, count in enumerate(counts, 3):
-        automatic = aj.AutoFit(candidates=tuple(candidates), ladder=(count,), time_limit=None)
-        compiled = fit(aj.Options(fit=automatic, closures=count, seed=trained.seed))
-        name = compile_teacher.counted("Auto", count)
-        row = operators.compiled_row(name, recipe, compiled.variables, count)
-        layers = compiled.report.layers.items()
-        chosen = {path: str(layer.fit["candidate"]) for path, layer in layers}
-        result.append(compiled_entry(row, "Auto", spec, chosen))
-        report(done, name)
+    done = 1
+    for ending in ENDINGS:
+        suffix = " (row)" if ending == "row" else ""
+        limits = dict(num_images=num_images, ending=ending)
+        rows = compile_teacher.moment_rows(trained, examples, counts, **limits)
+        result += [compiled_entry(row, f"Moments{suffix}", spec) for row in rows]
+        done += 1
+        report(done, f"moments{suffix}")
+        for count in counts:
+            automatic = aj.AutoFit(candidates=tuple(candidates), ladder=(count,), time_limit=None)
+            options = dict(fit=automatic, closures=count, ending=ending, seed=trained.seed)
+            compiled = fit(aj.Options(**options))
+            name = compile_teacher.counted("Auto", count, ending)
+            row = operators.compiled_row(name, recipe, compiled.variables)
+            layers = compiled.report.layers.items()
+            chosen = {path: str(layer.fit["candidate"]) for path, layer in layers}
+            result.append(compiled_entry(row, f"Auto{suffix}", spec, chosen))
+            done += 1
+            report(done, name)
     return result
 
 
@@ -83,6 +91,7 @@ def compiled_entry(
 ) -> Entry:
     """The entry of a compiled row whose layers all have the same closures."""
     state = next(iter(row.states.values()))
-    count = aj.attention.num_closures(state.closures, state.predictor.side, spec)
-    ends = "column" if state.closures == "one_sided" else spec.last_step
+    continued = spec.ended(state.ending)
+    count = aj.attention.num_closures(state.closures, state.predictor.side, continued)
+    ends = "column" if state.closures == "one_sided" else continued.last_step
     return Entry(row, family, count, ends, chosen or {})

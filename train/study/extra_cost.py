@@ -18,7 +18,7 @@ def score_products(
 
     Args:
       predictor: its features are slices, moments or codebooks, and its head is linear or has a
-        hidden layer. Its corrections between closures are counted too.
+        hidden layer. Its corrections between closures and its row masses are counted too.
       num_queries, num_keys, head_dim: N, M and d of the layer.
 
     Raises:
@@ -32,6 +32,10 @@ def score_products(
         own, other = lengths[side], lengths[OTHER[side]]
         total += own  # the dual times its coefficient
         total += sum(_family(f, own, other, head_dim, True) for f in correction.features)
+    if predictor.row_mass is not None:
+        own, other = num_queries, num_keys
+        families = predictor.row_mass.features
+        total += sum(_family(f, own, other, head_dim, True) for f in families)
     return total / (num_queries * num_keys * head_dim)
 
 

@@ -64,6 +64,7 @@ def run(
                 test=min(test_examples, len(split.test)),
                 calibration=num_images,
                 candidates=[repr(candidate) for candidate in candidates],
+                columns=list(results.COLUMNS),
             )
             limits = dict(test_examples=test_examples, num_images=num_images)
             figures = cache.cached(
@@ -123,6 +124,8 @@ def _common_facts(thorough: bool) -> dict[str, str]:
     return {
         "a star": "the operator does not end on the same side as the teacher",
         "rel-l2": "of the attention weights, mean and median over cases",
+        "output median": "relative distance of the head outputs, median over cases",
+        "calls": "softmax attention calls of a layer that stores no N x M array",
         "extra cost": "multiply-adds of the prediction, in units of the products of one head's "
         "scores (N M d); sorts, exponentials and the closures are not counted",
         "auto": f"{chosen}, chosen on held-out calibration batches for fidelity alone",

@@ -12,11 +12,12 @@ from train.reporting.table import Report, Table
 COLUMNS = {
     "rel_l2": ("rel-l2 mean", "{:.4f}"),
     "rel_l2_median": ("rel-l2 median", "{:.4f}"),
-    "output_rmse": ("output RMSE", "{:.4f}"),
+    "output_median": ("output median", "{:.4f}"),
     "agreement": ("agree", "{:.3f}"),
     "accuracy": ("accu- racy", "{:.3f}"),
     "plan_kl": ("plan KL", "{:.1e}"),
     "logit_kl": ("logit KL", "{:.1e}"),
+    "calls": ("calls", "{:.0f}"),
     "extra_cost": ("extra cost", "{:.2f}"),
 }
 """From the name of a column to its heading and format."""

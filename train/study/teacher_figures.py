@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import asap_jax as aj
+from asap_jax.spec import ENDINGS
 from train.data.examples import Examples
 from train.evaluation import compile_teacher, fidelity, operators
 from train.evaluation.operators import Operator
@@ -49,7 +50,7 @@ def measure(
     """
     began = time.perf_counter()
     recipe = trained.recipe
-    fits = 2 + len(closure_counts(recipe.spec))
+    fits = 1 + len(ENDINGS) * (1 + len(closure_counts(recipe.spec)))
     with progress.bar(f"fit {folder}", fits) as report:
         fitted = entries(trained, split.train, num_images, candidates or aj.CANDIDATES, report)
     rows = [entry.operator for entry in fitted]
@@ -62,6 +63,7 @@ def measure(
     for entry in fitted:
         row = entry.operator
         values = _values(figures[row.name]) | {"extra_cost": _extra_cost(row, shapes)}
+        values["calls"] = float(row.calls)
         same = entry.ends == recipe.spec.last_step
         measured.append(
             Measured(row.name, entry.family, entry.closures, same, values, entry.chosen)
@@ -80,8 +82,9 @@ def measure(
 def _values(figures: fidelity.Figures) -> dict[str, float]:
     """All columns except the extra cost."""
     return {
-        **{name: figures.mean(name) for name in ("rel_l2", "output_rmse", "plan_kl")},
+        **{name: figures.mean(name) for name in ("rel_l2", "plan_kl")},
         "rel_l2_median": float(np.median(figures.cases["rel_l2"])),
+        "output_median": float(np.median(figures.cases["output_rel_l2"])),
         **{name: getattr(figures, name) for name in ("agreement", "accuracy", "logit_kl")},
     }
 
