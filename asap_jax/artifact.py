@@ -45,7 +45,10 @@ _TYPES: dict[str, Any] = {
     )
 }  # fmt: skip
 # Fields that older files lack, with their values there.
-_LATER = {"CompiledState": {"ending": "teacher"}, "Predictor": {"row_mass": None}}
+_LATER: dict[str, dict[str, Any]] = {
+    "CompiledState": {"ending": "teacher"},
+    "Predictor": {"row_mass": None},
+}
 
 
 def save(path: str | os.PathLike, result: CompileResult) -> None:

@@ -151,3 +151,12 @@ def test_shapes_that_differ_are_refused(weights):
             function(a, b[..., :4])
     with pytest.raises(ValueError, match=r"\(6, 5\).*\(6, 4\)"):
         aj.metrics.agreement(a[0, 0], b[0, 0, :, :4])
+
+
+def test_output_rel_l2_is_the_mean_over_heads_of_relative_distances(rng):
+    a, b = (np.asarray(problems.normal(rng, 2, 7, 3, 4)) for _ in range(2))
+    by_head = lambda x: np.sqrt(np.square(x.astype(np.float64)).sum((0, 1, 3)))
+    expected = (by_head(a - b) / by_head(b)).mean()
+    np.testing.assert_allclose(aj.metrics.output_rel_l2(a, b), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"output of shape \(2, 7, 3, 3\).*\(2, 7, 3, 4\)"):
+        aj.metrics.output_rel_l2(a[..., :3], b)

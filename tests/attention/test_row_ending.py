@@ -236,8 +236,8 @@ def test_layers_that_are_not_one_softmax_have_no_bias(rng):
     spec, predictor = aj.SinkhornSpec(num_steps=4), operators.sliced("float32", side="key")
     with pytest.raises(ValueError, match="closures=1 is a bias on the keys, got 3"):
         aj.CompiledState(predictor, spec, closures=3, ending="row").to_bias(q, k)
+    from_queries = aj.CompiledState(operators.sliced("float32"), spec, closures=1, ending="row")
     with pytest.raises(ValueError, match=r"one closure from a key dual.*side='query'"):
-        state = aj.CompiledState(operators.sliced("float32"), spec, closures=1, ending="row")
-        state.to_bias(q, k)
+        from_queries.to_bias(q, k)
     with pytest.raises(ValueError, match=r"ending='teacher' of a teacher with num_steps=4"):
         aj.CompiledState(predictor, spec, closures=1).to_bias(q, k)

@@ -620,6 +620,10 @@ def test_report_figures_are_the_metrics_on_the_held_out_batch(rng):
         for name, (out_, weights_) in operators.items():
             expected = {
                 "rel_l2": aj.metrics.attention_rel_l2(weights_, weights),
+                "calls": {"ASAP-0": 2, "ASAP": 4, "Sinkhorn S=2": 3, "Sinkhorn S=3": 3}.get(
+                    name, 5
+                ),
+                "output_rel_l2": aj.metrics.output_rel_l2(out_, out),
                 "output_rmse": aj.metrics.output_rmse(out_, out, query_valid=valid[:, 0]),
                 "row_error": aj.metrics.row_error(weights_, valid),
                 "column_error": aj.metrics.column_error(weights_, valid),

@@ -48,15 +48,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--closures",
         type=lambda text: int(text) if text.isdecimal() else text,
         metavar="CLOSURES",
-        help="number of closures (default: 2, or 1 for --ending row). With --fit paper also two_sided (ASAP, the default "
-        "there), one_sided (ASAP-0) or none (predict both duals, no c-transform)",
+        help="number of closures (default: 2, or 1 for --ending row). With --fit paper also "
+        "two_sided (ASAP, the default there), one_sided (ASAP-0) or none (predict both duals, no "
+        "c-transform)",
     )
     parser.add_argument(
         "--ending",
         choices=ENDINGS,
         default=default.ending,
-        help="row: end on rows even if the teacher ends on columns; one closure is then one softmax "
-        "attention (default: %(default)s)",
+        help="row: end on rows even if the teacher ends on columns; one closure is then one "
+        "softmax attention (default: %(default)s)",
     )
     group = parser.add_argument_group("settings of the fit (defaults are those of --fit paper)")
     for field in dataclasses.fields(aj.PaperFit):

@@ -50,6 +50,7 @@ def test_the_table_has_all_rows_and_columns(table):
         "accuracy",
         "agreement",
         "rel_l2",
+        "output_rel_l2",
         "output_rmse",
         "row_error",
         "column_error",
