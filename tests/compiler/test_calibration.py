@@ -615,6 +615,7 @@ def test_report_figures_are_the_metrics_on_the_held_out_batch(rng):
         }
         rows = result.report.layers[path].rows
         assert set(rows) == set(operators)
+        calls = {"ASAP-0": 2, "ASAP": 4, "Sinkhorn S=2": 3, "Sinkhorn S=3": 3}
         out, weights = operators["teacher"]
         valid = mask.any(-1)
         for name, (out_, weights_) in operators.items():

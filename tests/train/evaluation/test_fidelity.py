@@ -47,6 +47,7 @@ def table(trained, compiled, test_examples):
 def test_the_table_has_all_rows_and_columns(table):
     assert [row.name for row in table.rows] == ROWS
     assert list(COLUMNS) == [
+        "calls",
         "accuracy",
         "agreement",
         "rel_l2",
