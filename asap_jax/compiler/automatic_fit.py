@@ -137,6 +137,7 @@ class AutomaticLayerFit(StoringFit):
             refitted = self.fit_stack(candidate, training + choice, self.closures)
             self.fitted[chosen, self.closures] = refitted
         common = dict(candidate=chosen, too_slow=tuple(too_slow), chosen_in_sample=not choice)
+        common["ending"] = self.ending
         solved = []
         for i, (predictor, figures) in enumerate(self.fitted[chosen, self.closures]):
             values = {name: values[i] for name, values in scores.items()}

@@ -36,9 +36,10 @@ class LayerReport:
         predicted dual, ``num_rows`` of the regression, and ``left_out``: default numbers of
         closures for which the teacher has too few steps. A KL fit adds ``kl_reason``,
         ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches). The
-        automatic choice adds the chosen ``candidate``, ``choice`` (rel-l2 of each candidate on the
-        batches for the choice), the names of those ``too_slow``, and ``chosen_in_sample``: whether
-        the choice had to use the fit's own batches.
+        automatic choice adds the chosen ``candidate``, ``choice`` (error of each candidate on the
+        batches for the choice), the names of those ``too_slow``, ``chosen_in_sample``: whether the
+        choice had to use the fit's own batches, and ``ending``: for ``"row"`` the errors of
+        ``choice`` and ``ladder`` are those of the head outputs.
       ladder: comparison on the report batches, by the automatic choice only.
     """
 
@@ -75,22 +76,33 @@ class LayerReport:
         cell = lambda rung: (
             f"{rung.rel_l2:>9.4f} {time(rung.seconds):>8}" if rung else f"{'-':>9} {'-':>8}"
         )
+        (num_steps,) = ladder["teacher"]
+        row = self.fit.get("ending") == "row"
+        extra = 0 if row or num_steps % 2 else 1  # a last column step needs one more call
         head = " ".join(f"{f'n={n}':>9} {'ms':>8}" for n in rungs)
-        lines = [f"  {'rel-l2 at n closures':<{width}} {head}"]
+        calls = " ".join(f"{n + extra:>9} {'':>8}" for n in rungs)
+        error = "output rel-l2" if row else "rel-l2"
+        width = max(width, len(error) + 14)
+        lines = [
+            f"  {f'{error} at n closures':<{width}} {head}",
+            f"  {'attention calls':<{width}} {calls}".rstrip(),
+        ]
         for name, row in ladder.items():
             if name == "teacher":
                 ((steps, rung),) = row.items()
                 lines.append(f"  teacher S={steps}: {1e3 * rung.seconds:.2f} ms")
             else:
                 lines.append(f"  {name:<{width}} {' '.join(cell(row.get(n)) for n in rungs)}")
-        lines.append(
-            "  (Sinkhorn takes n steps, or n + 1 to end on the teacher's side; ms: one attention "
-            "call on one batch)"
+        budget_steps = (
+            "ends on rows too, after at most n steps"
+            if row
+            else "takes n steps, or n + 1 to end on the teacher's side"
         )
-        (num_steps,) = ladder["teacher"]
+        lines.append(f"  (Sinkhorn {budget_steps}; ms: one layer on one batch)")
         names = self.fit.get("candidate", ""), SAME_ENDING
         chosen, budget = (ladder.get(name, {}) for name in names)
-        equal = [n for n in rungs if n in chosen and n in budget and (num_steps - n) % 2 == 0]
+        same = lambda n: n % 2 == 1 if row else (num_steps - n) % 2 == 0
+        equal = [n for n in rungs if n in chosen and n in budget and same(n)]
         lost = [str(n) for n in equal if chosen[n].rel_l2 > budget[n].rel_l2]
         if lost:
             lines.append(
