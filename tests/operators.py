@@ -110,4 +110,13 @@ OPERATORS = {
         ("dense", "streaming"), entries=False, rectangular=False, smooth=False,
     ),
 }  # fmt: skip
-CASES = [(name, i) for name, o in OPERATORS.items() for i in o.implementations]
+# Every operator as it is by default, and the other implementations of some.
+ONCE = [(name, "auto") for name in OPERATORS]
+CASES = [
+    *ONCE,
+    ("sinkhorn", "log"),
+    ("sinkhorn", "streaming"),
+    ("asap, moments", "log"),
+    ("asap, moments", "streaming"),
+    ("esp, soft", "dense"),
+]

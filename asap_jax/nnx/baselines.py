@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from asap_jax import checks
 from asap_jax.attention.flax_call import Call, Result, attention_method
 from asap_jax.baselines.diff import VECTORS, diff_attention
-from asap_jax.baselines.esp import esp_attention, scalar
+from asap_jax.baselines.esp import esp_attention
 
 
 class DiffAttention(nnx.Module):
@@ -127,7 +127,7 @@ def set_esp_temperature(model: nnx.Module, temperature: ArrayLike) -> None:
       TypeError, ValueError: not an nnx.Module; a temperature that is not a number > 0.
     """
     checks.instance("model", model, nnx.Module, "an nnx.Module")
-    temperature = scalar("temperature", temperature, jnp.float32, checks.positive_float)
+    temperature = checks.scalar("temperature", temperature, jnp.float32, checks.positive_float)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, EspAttention):
             module.temperature.set_value(temperature)

@@ -30,7 +30,7 @@ class Correction:
 
 
 def check_corrections(corrections: Any, num_closures: int) -> None:
-    """Raises TypeError or ValueError unless the corrections fit between ``num_closures``."""
+    """Raises TypeError or ValueError unless there are fewer corrections than ``num_closures``."""
     checks.instance("corrections", corrections, tuple, "a tuple of Corrections")
     for correction in corrections:
         checks.instance("corrections", correction, Correction, "a tuple of Corrections")
