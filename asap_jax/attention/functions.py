@@ -151,7 +151,7 @@ def compiled_plan(
     if continued == spec or (predictor.row_mass is None and spec.key_mass == "balanced"):
         return plan
     own = spec.with_padding(predictor.padding)
-    return ScaledPlan(plan, lambda p: row_mass.log_rows(p, own, predictor.row_mass))
+    return ScaledPlan(plan, lambda p: row_mass.row_sums(p, own, predictor.row_mass))
 
 
 def weights_from_both_duals(pair: DualPair, p: Problem, spec: SinkhornSpec) -> jax.Array:

@@ -77,11 +77,11 @@ class LayerReport:
             f"{rung.rel_l2:>9.4f} {time(rung.seconds):>8}" if rung else f"{'-':>9} {'-':>8}"
         )
         (num_steps,) = ladder["teacher"]
-        row = self.fit.get("ending") == "row"
-        extra = 0 if row or num_steps % 2 else 1  # a last column step needs one more call
+        ends_on_rows = self.fit.get("ending") == "row"
+        extra = 0 if ends_on_rows or num_steps % 2 else 1  # a last column step needs one more call
         head = " ".join(f"{f'n={n}':>9} {'ms':>8}" for n in rungs)
         calls = " ".join(f"{n + extra:>9} {'':>8}" for n in rungs)
-        error = "output rel-l2" if row else "rel-l2"
+        error = "output rel-l2" if ends_on_rows else "rel-l2"
         width = max(width, len(error) + 14)
         lines = [
             f"  {f'{error} at n closures':<{width}} {head}",
@@ -95,13 +95,13 @@ class LayerReport:
                 lines.append(f"  {name:<{width}} {' '.join(cell(row.get(n)) for n in rungs)}")
         budget_steps = (
             "ends on rows too, after at most n steps"
-            if row
+            if ends_on_rows
             else "takes n steps, or n + 1 to end on the teacher's side"
         )
         lines.append(f"  (Sinkhorn {budget_steps}; ms: one layer on one batch)")
         names = self.fit.get("candidate", ""), SAME_ENDING
         chosen, budget = (ladder.get(name, {}) for name in names)
-        same = lambda n: n % 2 == 1 if row else (num_steps - n) % 2 == 0
+        same = lambda n: n % 2 == 1 if ends_on_rows else (num_steps - n) % 2 == 0
         equal = [n for n in rungs if n in chosen and n in budget and same(n)]
         lost = [str(n) for n in equal if chosen[n].rel_l2 > budget[n].rel_l2]
         if lost:

@@ -79,8 +79,7 @@ def layer_fidelity(
         continued = spec.ended(state.ending)
         if continued != spec:
             out, weights = run(functions.sinkhorn_attention, spec=continued)
-            rows = jnp.exp(row_mass.log_rows(p, spec))
-            rows = rows[..., None] if rows.ndim else rows
+            rows = row_mass.row_sums(p, spec)
             out = jnp.swapaxes(rows * jnp.swapaxes(out, -2, -3), -2, -3)
             calls = sinkhorn_calls(continued.num_steps)
             result["teacher, one more row step"] = measure(calls, out, rows * weights)
@@ -151,8 +150,7 @@ def zero_rel_l2(
     zero = jnp.zeros_like(p.tokens(side, spec.padding).own[..., 0])
     weights = log_domain.weights_after(p, zero, log_target, Closures(side, closures, spec.epsilon))
     if continued != spec:
-        rows = jnp.exp(row_mass.log_rows(p, spec))
-        weights = weights * (rows[..., None] if rows.ndim else rows)
+        weights = row_mass.row_sums(p, spec) * weights
     out = jnp.swapaxes(ctransform.mixture(weights, p.values), -2, -3)
     return _rel_l2(record, out, weights, of_outputs)
 

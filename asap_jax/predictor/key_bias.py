@@ -57,6 +57,6 @@ def key_bias(
     rows = None
     if continued != spec and (predictor.row_mass is not None or spec.key_mass == "unit"):
         own = spec.with_padding(predictor.padding)
-        rows = jnp.exp(row_mass.log_rows(p, own, predictor.row_mass))
-        rows = jnp.swapaxes(rows[..., None], -2, -3) if rows.ndim else rows
+        rows = row_mass.row_sums(p, own, predictor.row_mass)
+        rows = jnp.swapaxes(rows, -2, -3) if rows.ndim else rows
     return KeyBias(scaling[..., None, :], p.scale / spec.epsilon, rows)

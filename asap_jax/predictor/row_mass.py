@@ -44,12 +44,17 @@ def check(row_mass: Any, spec: SinkhornSpec, ending: str) -> None:
         )
 
 
-def log_rows(p: Problem, spec: SinkhornSpec, row_mass: RowMass | None = None) -> jax.Array:
-    """Log row sums of a row-ended plan that stands for a column-ending teacher: ``(..., N)``.
+def row_sums(p: Problem, spec: SinkhornSpec, row_mass: RowMass | None = None) -> jax.Array:
+    """Row sums of a row-ended plan that stands for a column-ending teacher: ``(..., N, 1)``.
 
-    The rows sum to the teacher's total mass. Without ``row_mass`` all active queries share it
-    equally: ``()``, or ``(..., 1)`` under a mask. That is 0 for ``key_mass="balanced"``.
+    Together they are the teacher's total mass. Without ``row_mass`` all active queries share it
+    equally: ``()``, or ``(..., 1, 1)`` under a mask. That is 1 for ``key_mass="balanced"``.
     """
+    rows = jnp.exp(_log_row_sums(p, spec, row_mass))
+    return rows[..., None] if rows.ndim else rows
+
+
+def _log_row_sums(p: Problem, spec: SinkhornSpec, row_mass: RowMass | None) -> jax.Array:
     target = p.log_key_target(spec.key_mass)
     mean = target - p.log_key_target("balanced")
     if row_mass is None:

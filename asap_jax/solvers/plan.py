@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from asap_jax.problem import Problem
 from asap_jax.solvers import batching, ctransform, registry
@@ -63,22 +62,18 @@ class ClosedPlan(NamedTuple):
 
 
 class ScaledPlan(NamedTuple):
-    """A plan whose rows are multiplied by ``exp(log_rows(p))``, ``()`` or ``(..., N or 1)``."""
+    """A plan whose rows are multiplied by ``rows(p)``, which broadcasts to ``(..., N, 1)``."""
 
     plan: ClosedPlan
-    log_rows: Callable[[Problem], jax.Array]
+    rows: Callable[[Problem], jax.Array]
 
     def weights(self, p: Problem) -> jax.Array:
         """A ``(..., N, M)``."""
-        return self._rows(p) * self.plan.weights(p)
+        return self.rows(p) * self.plan.weights(p)
 
     def mix(self, p: Problem) -> jax.Array:
         """``A v``: ``(..., N, d_v)``."""
-        return self._rows(p) * self.plan.mix(p)
-
-    def _rows(self, p: Problem) -> jax.Array:
-        rows = jnp.exp(self.log_rows(p))
-        return rows[..., None] if rows.ndim else rows
+        return self.rows(p) * self.plan.mix(p)
 
 
 Plan = DensePlan | ClosedPlan | ScaledPlan
