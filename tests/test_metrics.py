@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 import reference
 import scipy.stats

@@ -32,6 +32,8 @@ from small_models import (
 
 import asap_jax as aj
 
+CALLS = {"ASAP-0": 2, "ASAP": 4, "Sinkhorn S=2": 3, "Sinkhorn S=3": 3}
+
 
 def coefficients(result, path=FIRST):
     return result.states[path].predictor.coefficients
@@ -615,15 +617,12 @@ def test_report_figures_are_the_metrics_on_the_held_out_batch(rng):
         }
         rows = result.report.layers[path].rows
         assert set(rows) == set(operators)
-        calls = {"ASAP-0": 2, "ASAP": 4, "Sinkhorn S=2": 3, "Sinkhorn S=3": 3}
         out, weights = operators["teacher"]
         valid = mask.any(-1)
         for name, (out_, weights_) in operators.items():
             expected = {
                 "rel_l2": aj.metrics.attention_rel_l2(weights_, weights),
-                "calls": {"ASAP-0": 2, "ASAP": 4, "Sinkhorn S=2": 3, "Sinkhorn S=3": 3}.get(
-                    name, 5
-                ),
+                "calls": CALLS.get(name, 5),
                 "output_rel_l2": aj.metrics.output_rel_l2(out_, out),
                 "output_rmse": aj.metrics.output_rmse(out_, out, query_valid=valid[:, 0]),
                 "row_error": aj.metrics.row_error(weights_, valid),
