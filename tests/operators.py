@@ -110,8 +110,9 @@ OPERATORS = {
         ("dense", "streaming"), entries=False, rectangular=False, smooth=False,
     ),
 }  # fmt: skip
-# Every operator as it is by default, and the other implementations of some.
-ONCE = [(name, "auto") for name in OPERATORS]
+# Every operator as it is by default (row endings differ in the last step alone), and the other
+# implementations of some.
+ONCE = [(name, "auto") for name in OPERATORS if not name.endswith("ends on rows")]
 CASES = [
     *ONCE,
     ("sinkhorn", "log"),

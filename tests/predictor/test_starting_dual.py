@@ -59,8 +59,10 @@ def predictor_of(kind, rng):
 KINDS = ("per head", "slices", "first step", "corrected", "hidden units", "of one's own")
 
 
-@pytest.mark.parametrize("limit", [36, 108, 216])  # a head, an example, two examples at a time
-@pytest.mark.parametrize("kind", KINDS)
+# A head, an example, two examples at a time.
+@pytest.mark.parametrize(
+    ("kind", "limit"), [*((kind, 36) for kind in KINDS), ("per head", 108), ("per head", 216)]
+)
 def test_predicting_in_groups_gives_the_same_output_and_gradient(rng, monkeypatch, kind, limit):
     q, k, v = problems.attention_inputs(rng, queries=LENGTH, keys=LENGTH, batch=BATCH)
     mask = jnp.asarray(problems.token_padding([6, 4, 5, 3], LENGTH))
@@ -75,9 +77,12 @@ def test_predicting_in_groups_gives_the_same_output_and_gradient(rng, monkeypatc
                 q, k, v, bias, mask, predictor=predicting, spec=SPEC, closures=3
             )
 
-        loss = lambda *args: jnp.sum(jnp.sin(layer(*args)))
-        grad = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
-        return layer(arrays, q, k, v, bias), grad(arrays, q, k, v, bias)
+        def loss(*args):
+            out = layer(*args)
+            return jnp.sum(jnp.sin(out)), out
+
+        run = jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)
+        return jax.jit(run)(arrays, q, k, v, bias)
 
     monkeypatch.setattr(batching, "ELEMENTS", {})
     whole = results()

@@ -84,7 +84,7 @@ def fit(q, k, mask=None, *, ridge=1e-3):
 
 
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize(("low", "tolerance"), [("float16", 5e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("low", "tolerance"), [("bfloat16", 2e-2)])
 def test_masks_in_half_precision_are_exact_and_finite(rng, name, low, tolerance):
     q, k, v = inputs(rng, dtype=low)
     mask = jnp.asarray(problems.key_padding([11, 11], LENGTH))
@@ -101,13 +101,6 @@ def test_masks_in_half_precision_are_exact_and_finite(rng, name, low, tolerance)
     full = OPERATOR[name](*(x.astype(jnp.float32) for x in (q, k, v)), None, mask)
     np.testing.assert_allclose(out.astype(jnp.float32), full, rtol=0, atol=tolerance)
     assert (weights[..., 11:] == 0).all()
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_causal_attention_is_refused_with_the_reason(rng, name):
-    q, k, v = inputs(rng)
-    with pytest.raises(ValueError, match="only lower-triangular.*identity"):
-        attend(name, q, k, v, is_causal=True)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -189,24 +182,6 @@ def test_different_numbers_of_queries_and_keys_work(rng, name, queries, keys, ac
         assert (weights[..., active:] == 0).all()
         error = closed_side_error(name, weights[..., :active], spec, queries / active)
         assert error <= 1e-5 * max(1, queries / active)
-
-
-@pytest.mark.parametrize("size", [16, 32])
-def test_padding_masked_as_query_and_key_changes_nothing(rng, size):
-    q, k, v = inputs(rng, batch=1, queries=10, keys=10)
-    mask = jnp.asarray(problems.token_padding([10], size))
-    padded = [
-        jnp.concatenate([x, problems.normal(rng, 1, size - 10, HEADS, DIM, size=3.0)], 1)
-        for x in (q, k, v)
-    ]
-    for name in BOTH:
-        alone, together = OPERATOR[name](q, k, v), OPERATOR[name](*padded, None, mask)
-        np.testing.assert_allclose(together[:, :10], alone, rtol=0, atol=1e-5)
-        assert (together[:, 10:] == 0).all()
-    # Fitted coefficients too: compared by what they predict.
-    x = potentials(jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), BANK)
-    predicted = [x @ w for w in (fit(q, k), fit(*padded[:2], mask))]
-    np.testing.assert_allclose(predicted[1], predicted[0], rtol=0, atol=1e-3)
 
 
 def test_padding_masked_only_as_key_still_contributes_column_mass(rng):
@@ -396,21 +371,6 @@ def test_64_bit_types_do_not_change_any_dtype(rng, x64):
 
 
 # ----------------------------------------------------------------- transformations, devices
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_transformations_equal_a_loop(rng, name):
-    q, k, v = inputs(rng)
-    masks = jnp.asarray(problems.random_mask(rng, 3, 1, HEADS, LENGTH, LENGTH))
-    function = OPERATOR[name]
-    over_queries = jax.vmap(function, in_axes=(0, None, None))(q, k[0], v[0])
-    loop = jnp.stack([function(x, k[0], v[0]) for x in q])
-    np.testing.assert_allclose(over_queries, loop, rtol=0, atol=1e-6)
-    over_masks = jax.jit(jax.vmap(lambda mask: function(q, k, v, None, mask), in_axes=0))(masks)
-    loop = jnp.stack([function(q, k, v, None, mask) for mask in masks])
-    np.testing.assert_allclose(over_masks, loop, rtol=0, atol=2e-6)
-    nested = jax.vmap(jax.vmap(function))(q[None], k[None], v[None])
-    np.testing.assert_allclose(nested[0], function(q, k, v), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", BOTH)
