@@ -18,7 +18,16 @@ from asap_jax.features.potentials import sliced_potentials
 from asap_jax.fitting.kl_objective import kl_objective
 from asap_jax.fitting.kl_search import KLFit, fit_kl
 from asap_jax.fitting.least_squares import LeastSquaresFit, NormalEquations, fit_ls
-from asap_jax.predictor import Correction, DualPair, LinearHead, MLPHead, Predictor, predict
+from asap_jax.predictor import (
+    Correction,
+    DualPair,
+    LinearHead,
+    MLPHead,
+    Predictor,
+    RowMass,
+    predict,
+)
+from asap_jax.predictor.key_bias import KeyBias
 from asap_jax.records import CompiledState
 from asap_jax.scores import query_shift, scores
 from asap_jax.solvers.ctransform import attention_weights, key_ctransform, query_ctransform
@@ -40,6 +49,7 @@ __all__ = [
     "CostInputs",
     "DualPair",
     "KLFit",
+    "KeyBias",
     "LayerReport",
     "LeastSquaresFit",
     "LinearHead",
@@ -51,6 +61,7 @@ __all__ = [
     "Predictor",
     "RankDisplacement",
     "RawProjections",
+    "RowMass",
     "Rung",
     "SinkhornDuals",
     "SinkhornSpec",

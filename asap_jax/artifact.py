@@ -234,6 +234,8 @@ def _state(tree: Any, layer: str, arrays: Mapping, path: Any) -> CompiledState:
             raise ValueError("holds no compiled state")
         check_closures(state.closures)
         checks.one_of("ending", state.ending, ENDINGS)
+        if state.ending == "row" and state.closures in ("one_sided", "none"):
+            raise ValueError(f"closures {state.closures!r} do not end on rows")
         both = state.predictor
         if not isinstance(both, DualPair if state.closures == "none" else Predictor):
             raise ValueError(f"closures {state.closures!r} do not go with its predictor")

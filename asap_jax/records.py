@@ -106,27 +106,33 @@ class CompiledState:
     probe: int = flax.struct.field(pytree_node=False, default=0)
     ending: str = flax.struct.field(pytree_node=False, default="teacher")
 
-    def to_bias(self, query: Any, key: Any, mask: Any = None) -> KeyBias:
+    def to_bias(self, query: Any, key: Any, bias: Any = None, mask: Any = None) -> KeyBias:
         """The layer as plain attention with a bias on the keys, see ``KeyBias``.
 
         For a state of ``closures=1`` that ends on rows. Then
 
-          bias, scale, rows = state.to_bias(query, key, mask)
+          bias, scale, rows = state.to_bias(query, key, None, mask)
           out = jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
 
-        is the layer's output, times ``rows`` where they are not None.
+        is the layer's output, times ``rows`` if they are not None. (That function takes bool masks
+        only.)
 
         Args:
           query: ``(..., N, heads, head_dim)``; key: ``(..., M, heads, head_dim)``.
-          mask: rank of the scores.
+          bias, mask: rank of the scores, as in a call of the layer.
 
         Raises:
-          ValueError: more than one closure, or a layer that ends on columns.
+          ValueError: more than one closure, a layer that ends on columns, or a stack of layers.
         """
+        if self.mark is not None and self.mark.ndim:
+            raise ValueError(
+                f"this is the state of a stack of {self.mark.shape} layers: take one of them, for "
+                f"instance with jax.tree.map(lambda x: x[0], state)"
+            )
         if self.closures != 1:
             raise ValueError(f"only closures=1 is a bias on the keys, got {self.closures!r}")
         predictor = checks.instance("predictor", self.predictor, Predictor, "a Predictor")
-        return key_bias(predictor, query, key, mask, spec=self.spec, ending=self.ending)
+        return key_bias(predictor, query, key, bias, mask, spec=self.spec, ending=self.ending)
 
     def check(self, spec: SinkhornSpec, path: str, hint: str) -> None:
         """Raises ValueError when the layer's own spec differs, or a stack was not sliced."""

@@ -58,9 +58,9 @@ class SinkhornSpec:
         return self if padding is None else dataclasses.replace(self, padding=padding)
 
     def ended(self, ending: str) -> SinkhornSpec:
-        """The teacher that a compiled layer of this ``ending`` approximates.
+        """The spec whose last steps the closures of a layer repeat.
 
-        ``"row"`` continues a column-ending teacher by one row step; every other is itself.
+        ``"row"`` continues a column-ending teacher by one row step; otherwise it is this spec.
         """
         checks.one_of("ending", ending, ENDINGS)
         extra = ending == "row" and self.last_step == "column"

@@ -79,8 +79,8 @@ def asap_attention(
       predictor: the fitted predictor.
       spec: the teacher's convention.
       closures: static. ``"one_sided"`` (ASAP-0): one key closure. ``"two_sided"`` (ASAP): key,
-        query, key for a teacher that ends on columns; key, query for one that ends on rows. An int
-        n: n closures from the predictor's side, ending on the teacher's last step. ``"none"``
+        query, key for a layer that ends on columns; key, query for one that ends on rows. An int
+        n: n closures from the predictor's side, the last one where ``ending`` says. ``"none"``
         (ablation): no closure, with a DualPair as ``predictor``; no marginal is exact.
       ending: static. ``"teacher"``: the last closure is on the side of the teacher's last step.
         ``"row"``: it is on rows; a teacher that ends on columns is then continued by one row step.
@@ -141,33 +141,32 @@ def compiled_plan(
 
     The start includes one closure for each correction of the predictor; the plan has the others.
     """
-    if predictor.row_mass is not None:
-        row_mass.check(predictor.row_mass, spec, ending)
-    continued = spec.ended(ending)
-    total = num_closures(closures, predictor.side, continued)
+    total = num_closures(closures, predictor.side, spec, ending)
+    rows = row_mass.rows_of(predictor.row_mass, spec, ending, predictor.padding)
     start = DeferredStart.of(predictor, spec, total)
     remaining = Closures(start.side, total - len(predictor.corrections), spec.epsilon)
     plan = ClosedPlan(start, remaining, spec.key_mass, implementation)
-    if continued == spec or (predictor.row_mass is None and spec.key_mass == "balanced"):
-        return plan
-    own = spec.with_padding(predictor.padding)
-    return ScaledPlan(plan, lambda p: row_mass.row_sums(p, own, predictor.row_mass))
+    return plan if rows is None else ScaledPlan(plan, rows)
 
 
 def weights_from_both_duals(pair: DualPair, p: Problem, spec: SinkhornSpec) -> jax.Array:
     """Weights from two predicted duals, without any c-transform (paper, design table)."""
+    for side in (pair.query, pair.key):
+        if side.row_mass is not None or side.corrections:
+            raise ValueError("corrections and row_mass need closures: got a DualPair with one")
     f, g = (predicted_dual(side, p, spec) for side in (pair.query, pair.key))
     g = g + checks.array("offset", pair.offset).astype(g.dtype)
     return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
 
 
-def num_closures(closures: Any, side: str, spec: SinkhornSpec) -> int:
+def num_closures(closures: Any, side: str, spec: SinkhornSpec, ending: str = "teacher") -> int:
     """The number of half-steps that ``closures`` means, from a dual of ``side``.
 
     Raises:
       ValueError: an unknown name, n < 1, or closures that end on the wrong side.
       TypeError: neither a string nor a static int.
     """
+    last_step = spec.ended(ending).last_step
     if isinstance(closures, str):
         if closures not in CLOSURES:
             known = ", ".join(map(repr, (*CLOSURES, "none")))
@@ -179,14 +178,16 @@ def num_closures(closures: Any, side: str, spec: SinkhornSpec) -> int:
                 f"closures={closures!r} needs a predictor with side='query', got "
                 f"side={side!r}; give the number of closures instead"
             )
-        return 1 if closures == "one_sided" else (3 if spec.last_step == "column" else 2)
+        if closures == "one_sided" and ending == "row":
+            raise ValueError("closures='one_sided' ends on columns, got ending='row'")
+        return 1 if closures == "one_sided" else (3 if last_step == "column" else 2)
     if not isinstance(closures, int) and not hasattr(closures, "__index__"):
         raise TypeError(f"closures must be 'one_sided', 'two_sided' or an int, got {closures!r}")
     n = checks.positive_int("closures", closures)
     ends_on = "column" if (side == "query") == (n % 2 == 1) else "row"
-    if ends_on != spec.last_step:
+    if ends_on != last_step:
         raise ValueError(
-            f"closures={n} from side={side!r} end on a {ends_on} step, but the "
-            f"teacher with num_steps={spec.num_steps} ends on a {spec.last_step}"
+            f"closures={n} from side={side!r} end on a {ends_on} step, but a layer with "
+            f"ending={ending!r} of a teacher with num_steps={spec.num_steps} ends on a {last_step}"
         )
     return n

@@ -93,7 +93,17 @@ class AutoFit(Fit["AutomaticLayerFit"]):
     ) -> None:
         """Raises ValueError also for a ladder beyond the teacher's steps."""
         super().check_teacher(path, spec, closures, ending)
-        check_steps("ladder", self.ladder, path, spec.ended(ending))
+        check_steps("ladder", self.ladder, path, spec, ending)
+        continued = spec.ended(ending)
+        number = number_of_closures(self.default(ending) if closures is None else closures)
+        number = min(number, continued.num_steps - 1)
+        suits = lambda c: c.suits(number, masked=True, continued=continued != spec)
+        if not any(suits(candidate) for candidate in self.tries):
+            names = [candidate.name for candidate in self.tries]
+            raise ValueError(
+                f"no candidate of {names} suits closures={number} and ending={ending!r} of layer "
+                f"{path!r} with num_steps={spec.num_steps}"
+            )
 
     def left_out(self, spec: SinkhornSpec, closures: str | int | None) -> tuple[int, ...]:
         """Numbers of the default budget and ladder for which the teacher has too few steps."""
@@ -204,16 +214,19 @@ class AutomaticLayerFit(StoringFit):
             seconds = self._time(record, name, rung, index) if timed else math.nan
             rows.setdefault(name, {})[rung] = Rung(error, seconds)
         for rung in sorted({rung for _, rung in self.fitted}):
-            steps = rung + (self.target.num_steps - rung) % 2
-            if self.ending == "row":  # a row-ended Sinkhorn takes as many calls as steps
-                steps = rung - (rung + 1) % 2
+            settings = dict(ending=self.ending, of_outputs=self.ending == "row")
+            from_zero = lambda n, settings=settings: float(
+                fidelity.zero_rel_l2(record, closures=n, **settings)
+            )
+            # Sinkhorn with at most as many attention calls, or with the teacher's ending.
+            steps = rung - (rung + 1) % 2 if self.ending == "row" else rung
+            steps += (self.target.num_steps - steps) % 2
             if steps < self.spec.num_steps:
                 spec = dataclasses.replace(self.spec, num_steps=steps)
-                error = self._error(record, functions.sinkhorn_attention, spec=spec)
-                rows.setdefault(SAME_ENDING, {})[rung] = Rung(error, teacher_seconds(spec))
-            settings = dict(closures=rung, ending=self.ending, of_outputs=self.ending == "row")
-            error = float(fidelity.zero_rel_l2(record, **settings))
-            rows.setdefault("closures from zero", {})[rung] = Rung(error, math.nan)
+                rows.setdefault(SAME_ENDING, {})[rung] = Rung(
+                    from_zero(steps), teacher_seconds(spec)
+                )
+            rows.setdefault("closures from zero", {})[rung] = Rung(from_zero(rung), math.nan)
         rows["teacher"] = {self.spec.num_steps: Rung(0.0, teacher_seconds(self.spec))}
         return rows
 

@@ -213,9 +213,11 @@ class Calibration(abc.ABC):
             means = jax.tree.map(lambda *x: np.mean(x, 0), *cases[path])
             for i, numbers in enumerate(figures):
                 layer = f"{path}[{i}]" if self.fits[path].stack else path
+                # A jitted function returns a dict in the order of its sorted keys.
+                rank = lambda name: (name.startswith("Sinkhorn"), name.startswith("teacher"), name)
                 rows = {
-                    name: {metric: float(x[i]) for metric, x in row.items()}
-                    for name, row in means.items()
+                    name: {metric: float(x[i]) for metric, x in means[name].items()}
+                    for name in sorted(means, key=rank)
                 }
                 fit = {**rows.pop("fit"), **numbers}
                 own = [ladder[i] for ladder in ladders[path]]

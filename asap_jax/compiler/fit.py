@@ -58,7 +58,7 @@ class Fit(abc.ABC, Generic[L]):
                 f"layer {path!r} has num_steps=1, which is row softmax: it has no dual before its "
                 f"only step, so there is nothing to compile; leave it out with layers=[...]"
             )
-        check_steps("closures", closures, path, spec.ended(ending))
+        check_steps("closures", closures, path, spec, ending)
 
     def default(self, ending: str) -> str | int:
         """The meaning of ``closures=None``: a number is 1 for ``ending="row"``, one softmax."""
@@ -194,13 +194,13 @@ def is_held_out(index: int, share: float) -> bool:
     return index > 0 and before(index) > before(index - 1)
 
 
-def check_steps(name: str, value: Any, path: str, spec: SinkhornSpec) -> None:
-    """Raises ValueError if a number of closures (or one of a tuple) is not below the steps."""
-    counts = value if isinstance(value, tuple) else (value,)
-    if any(isinstance(n, int) and n >= spec.num_steps for n in counts):
+def check_steps(name: str, value: Any, path: str, spec: SinkhornSpec, ending: str) -> None:
+    """Raises ValueError if a number of closures, or one of a tuple, is too large for a teacher."""
+    counts, most = value if isinstance(value, tuple) else (value,), spec.ended(ending).num_steps - 1
+    if any(isinstance(n, int) and n > most for n in counts):
         raise ValueError(
             f"{name}={value} needs a teacher of more steps than layer {path!r} with "
-            f"num_steps={spec.num_steps}"
+            f"num_steps={spec.num_steps}: at most {most} for ending={ending!r}"
         )
 
 

@@ -82,10 +82,10 @@ class LayerReport:
         head = " ".join(f"{f'n={n}':>9} {'ms':>8}" for n in rungs)
         calls = " ".join(f"{n + extra:>9} {'':>8}" for n in rungs)
         error = "output rel-l2" if ends_on_rows else "rel-l2"
-        width = max(width, len(error) + 14)
+        width = max(width, 25, len(error) + 14)
         lines = [
             f"  {f'{error} at n closures':<{width}} {head}",
-            f"  {'attention calls':<{width}} {calls}".rstrip(),
+            f"  {'attention calls, compiled':<{width}} {calls}".rstrip(),
         ]
         for name, row in ladder.items():
             if name == "teacher":

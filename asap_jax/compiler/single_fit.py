@@ -39,8 +39,8 @@ class Candidate(Fit[LayerFit]):
       tuned: most steps of tuning by the divergence of the plans after all closures; 0 for none.
       hidden: units of a hidden layer beside the linear head, also tuned; 0 for none.
       features: feature families of every stage; a codebook is added to them.
-      row_mass: also fit the row sums, from the same features of the queries: for ``ending="row"``
-        of a teacher that ends on columns. The rows then no longer sum to one.
+      row_mass: also fit the row sums, from ``features`` at the queries, without a codebook. For
+        ``ending="row"`` of a teacher that ends on columns; the rows then no longer sum to one.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
@@ -139,8 +139,8 @@ class Candidate(Fit[LayerFit]):
         """Fits one layer to all its records.
 
         Args:
-          records: the layer's calibration records, not stacked; the closures end as the teacher of
-            their spec does.
+          records: the layer's calibration records, not stacked. The closures end as the teacher of
+            their spec does; for ``ending="row"`` that is ``spec.ended("row")``.
           num_closures: n, ``1 <= n <= num_steps - 1``.
           seed: of the codebooks.
 

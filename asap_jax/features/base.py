@@ -110,8 +110,9 @@ def evaluate(families: tuple[Any, ...], head: Any, tokens: Tokens) -> jax.Array:
     if coefficients is None or not any(hasattr(family, "linear") for family in families):
         return head(concatenate(families, tokens))
     widths = [family.num_features(tokens.own.shape[-1]) for family in families]
-    if coefficients.shape[-1] != sum(widths):  # the head raises an error that names both shapes
-        return head(concatenate(families, tokens))
+    heads = tokens.own.shape[-3] if tokens.own.ndim > 2 else None
+    if coefficients.shape not in ((sum(widths),), (heads, sum(widths))):
+        return head(concatenate(families, tokens))  # raises an error that names both shapes
     ends = itertools.accumulate(widths)
     parts = [coefficients[..., end - n : end] for end, n in zip(ends, widths, strict=True)]
     terms = [

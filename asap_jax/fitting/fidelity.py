@@ -20,6 +20,8 @@ from asap_jax.solvers import ctransform, log_domain
 from asap_jax.solvers.closures import Closures
 from asap_jax.spec import SinkhornSpec
 
+CONTINUED = "teacher, one more row step"
+
 
 @jax.jit
 def layer_balance(record: Record) -> jax.Array:
@@ -44,7 +46,7 @@ def layer_fidelity(
 
     The operators are those of ``operators``, Sinkhorn at each of ``budgets``, and the teacher. If
     the layer ends on rows but the teacher on columns, they include the teacher after one more row
-    step: its distance is the part of the error that no dual removes without ``RowMass``.
+    step: its distance is the error that remains for every dual, unless row masses are predicted.
 
     Returns:
       Operator name to scalars ``calls``, ``rel_l2``, ``output_rel_l2``, ``output_rmse``,
@@ -82,7 +84,7 @@ def layer_fidelity(
             rows = row_mass.row_sums(p, spec)
             out = jnp.swapaxes(rows * jnp.swapaxes(out, -2, -3), -2, -3)
             calls = sinkhorn_calls(continued.num_steps)
-            result["teacher, one more row step"] = measure(calls, out, rows * weights)
+            result[CONTINUED] = measure(calls, out, rows * weights)
         for steps in budgets:
             small = dataclasses.replace(spec, num_steps=steps)
             outputs = run(functions.sinkhorn_attention, spec=small)
@@ -107,9 +109,10 @@ def compiled_calls(predictor: Any, spec: SinkhornSpec, closures: str | int, endi
     """Attention calls of a compiled layer, see ``sinkhorn_calls``."""
     if closures == "none":
         return 1
-    number = functions.num_closures(closures, predictor.side, spec.ended(ending))
+    number = functions.num_closures(closures, predictor.side, spec, ending)
     ends_on_rows = (predictor.side == "query") == (number % 2 == 0)
-    return number if ends_on_rows else number + 1
+    before = int(predictor.baseline == "first_step")  # a half-step on its own
+    return before + (number if ends_on_rows else number + 1)
 
 
 def operators(closures: str | int, ending: str = "teacher") -> dict[str, str | int]:

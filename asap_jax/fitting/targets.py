@@ -96,9 +96,14 @@ def layer_sums(
 def row_mass_sums(record: Record, families: tuple, *, rows: str = "active") -> NormalEquations:
     """Normal equations of the log row sums of a teacher that ends on columns, per head.
 
-    ``record.spec`` is that teacher continued by one row step. Arguments and result as
-    ``layer_sums``.
+    ``record.spec`` is that teacher continued by one row step (ValueError otherwise). Arguments and
+    result as ``layer_sums``.
     """
+    if record.spec.last_step != "row":
+        raise ValueError(
+            f"row masses need records of the continued teacher, spec.ended('row'), got "
+            f"num_steps={record.spec.num_steps}"
+        )
 
     def sums(record: Record) -> NormalEquations:
         spec = dataclasses.replace(record.spec, num_steps=record.spec.num_steps - 1)

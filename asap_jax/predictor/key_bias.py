@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax.predictor import row_mass
-from asap_jax.predictor.predictor import Predictor
+from asap_jax.predictor.predictor import Predictor, check
 from asap_jax.predictor.starting_dual import starting_scaling
 from asap_jax.problem import make_problem
 from asap_jax.spec import SinkhornSpec
@@ -20,9 +20,10 @@ class KeyBias(NamedTuple):
     The layer is ``rows * softmax(scale * q k' + bias) v``, by any kernel that takes a bias.
 
     Attributes:
-      bias: ``(..., heads, 1, M)``; finite, 0 at keys that no query may attend.
+      bias: finite, ``(..., heads, 1, M)``; with the call's own bias added, it has its shape.
       scale: the score scale divided by epsilon.
-      rows: factors of the output ``(..., N or 1, heads, 1)``, or None where all are 1.
+      rows: factors of the output that broadcast to ``(..., N, heads, 1)``, 0 for queries without
+        keys; None if all are 1.
     """
 
     bias: jax.Array
@@ -31,14 +32,21 @@ class KeyBias(NamedTuple):
 
 
 def key_bias(
-    predictor: Predictor, query: Any, key: Any, mask: Any = None, *, spec: SinkhornSpec, ending: str
+    predictor: Predictor,
+    query: Any,
+    key: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    spec: SinkhornSpec,
+    ending: str,
 ) -> KeyBias:
     """The bias of one closure from a key dual, ending on rows.
 
     Args:
       predictor: with ``side="key"`` and no corrections.
       query: ``(..., N, heads, head_dim)``; key: ``(..., M, heads, head_dim)``.
-      mask: rank of the scores; pass the same mask to the attention kernel too.
+      bias, mask: rank of the scores, as in a call of the layer.
       spec, ending: see ``asap_attention``.
 
     Raises:
@@ -52,11 +60,16 @@ def key_bias(
             f"predictor with side={predictor.side!r}, {len(predictor.corrections)} correction(s) "
             f"and ending={ending!r} of a teacher with num_steps={spec.num_steps}"
         )
-    p = make_problem(query, key, key, None, mask, scale=spec.scale)
+    check(predictor, 1)
+    rows_of = row_mass.rows_of(predictor.row_mass, spec, ending, predictor.padding)
+    p = make_problem(query, key, key, bias, mask, scale=spec.scale)
     scaling, _ = starting_scaling(predictor, p, spec)
-    rows = None
-    if continued != spec and (predictor.row_mass is not None or spec.key_mass == "unit"):
-        own = spec.with_padding(predictor.padding)
-        rows = row_mass.row_sums(p, own, predictor.row_mass)
-        rows = jnp.swapaxes(rows, -2, -3) if rows.ndim else rows
-    return KeyBias(scaling[..., None, :], p.scale / spec.epsilon, rows)
+    scaling = scaling[..., None, :]
+    if p.bias is not None:
+        scaling = scaling + p.bias.astype(scaling.dtype) / spec.epsilon
+    rows = None if rows_of is None else rows_of(p)
+    if p.validity is not None:
+        rows = jnp.where(p.validity.query[..., None], 1.0 if rows is None else rows, 0.0)
+    if rows is not None and rows.ndim:
+        rows = jnp.swapaxes(rows, -2, -3)
+    return KeyBias(scaling, p.scale / spec.epsilon, rows)

@@ -6,6 +6,7 @@ are its row sums. A row closure of the same dual gives the softmax; the row sums
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -33,10 +34,26 @@ class RowMass:
     head: LinearHead
 
 
-def check(row_mass: Any, spec: SinkhornSpec, ending: str) -> None:
-    """Raises TypeError or ValueError unless the row mass fits the ending."""
+def rows_of(
+    row_mass: RowMass | None, spec: SinkhornSpec, ending: str, padding: str | None = None
+) -> Callable[[Problem], jax.Array] | None:
+    """A function that gives the ``row_sums`` of a problem, or None if all are 1 by the closures.
+
+    Raises:
+      TypeError, ValueError: a row mass that is not one, or does not fit the ending.
+    """
+    continued = spec.ended(ending) != spec
+    if row_mass is not None:
+        _check(row_mass, spec, ending)
+    if not continued or (row_mass is None and spec.key_mass == "balanced"):
+        return None
+    return lambda p: row_sums(p, spec.with_padding(padding), row_mass)
+
+
+def _check(row_mass: Any, spec: SinkhornSpec, ending: str) -> None:
     checks.instance("row_mass", row_mass, RowMass, "a RowMass")
     features.check_families("features of row_mass", row_mass.features)
+    checks.instance("head of row_mass", row_mass.head, LinearHead, "a LinearHead")
     if spec.ended(ending) == spec:
         raise ValueError(
             f"row_mass is for ending='row' of a teacher that ends on columns, got "
@@ -45,10 +62,11 @@ def check(row_mass: Any, spec: SinkhornSpec, ending: str) -> None:
 
 
 def row_sums(p: Problem, spec: SinkhornSpec, row_mass: RowMass | None = None) -> jax.Array:
-    """Row sums of a row-ended plan that stands for a column-ending teacher: ``(..., N, 1)``.
+    """Factors for the rows of a plan that ends on rows, for a teacher that ends on columns.
 
-    Together they are the teacher's total mass. Without ``row_mass`` all active queries share it
-    equally: ``()``, or ``(..., 1, 1)`` under a mask. That is 1 for ``key_mass="balanced"``.
+    Over the active queries they add up to the teacher's total mass. With ``row_mass`` they are
+    ``(..., N, 1)``. Without, all are equal: ``()``, or ``(..., 1, 1)`` under a mask; they are 1 for
+    ``key_mass="balanced"``.
     """
     rows = jnp.exp(_log_row_sums(p, spec, row_mass))
     return rows[..., None] if rows.ndim else rows

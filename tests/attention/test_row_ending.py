@@ -186,7 +186,12 @@ def test_gradients_of_a_row_ending_match_finite_differences(rng, x64):
     ("settings", "error", "match"),
     [
         ({"ending": "rows"}, ValueError, r"ending.*'rows'.*teacher.*row"),
-        ({"closures": 2}, ValueError, r"closures=2 from side='key' end on a column"),
+        ({"closures": 2}, ValueError, r"closures=2 from side='key' end on a column.*num_steps=4"),
+        (
+            {"closures": "one_sided", "predictor": operators.sliced("float32")},
+            ValueError,
+            "one_sided.*columns",
+        ),
         ({"closures": "none"}, TypeError, "DualPair"),
     ],
 )
@@ -220,7 +225,7 @@ def test_a_state_gives_the_bias_for_any_attention_kernel(rng, settings, masked):
     predictors = operators.sliced("float32", side="key"), row_mass_predictor(rng)
     for predictor in predictors:
         state = aj.CompiledState(predictor, spec, closures=1, ending="row")
-        bias, scale, rows = jax.jit(state.to_bias)(q, k, mask)
+        bias, scale, rows = jax.jit(state.to_bias)(q, k, None, mask)
         chex.assert_shape(bias, (2, 3, 1, 5))
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             out = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, scale=float(scale))
@@ -241,3 +246,32 @@ def test_layers_that_are_not_one_softmax_have_no_bias(rng):
         from_queries.to_bias(q, k)
     with pytest.raises(ValueError, match=r"ending='teacher' of a teacher with num_steps=4"):
         aj.CompiledState(predictor, spec, closures=1).to_bias(q, k)
+
+
+def test_the_bias_of_a_call_and_queries_without_keys_are_honoured(rng):
+    q, k, v = problems.attention_inputs(rng)
+    own = problems.normal(rng, 1, 3, 7, 5)
+    mask = problems.random_mask(rng, 2, 1, 7, 5)
+    mask[0, 0, 3] = False
+    mask = jnp.asarray(mask)
+    spec = aj.SinkhornSpec(num_steps=4, epsilon=0.5)
+    first = aj.Predictor(
+        directions=aj.slice_directions(0, 6, 4), coefficients=jnp.full(6, 0.1), side="key",
+        baseline="first_step",
+    )  # fmt: skip
+    for predictor in (operators.sliced("float32", side="key"), first):
+        state = aj.CompiledState(predictor, spec, closures=1, ending="row")
+        bias, scale, rows = state.to_bias(q, k, own, mask)
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            out = rows * jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, scale=scale)
+        settings = dict(predictor=predictor, spec=spec, closures=1, ending="row")
+        chex.assert_trees_all_close(out, compiled(q, k, v, own, mask, **settings), atol=5e-6)
+        assert (np.asarray(out)[0, 3] == 0).all()
+
+
+def test_a_stack_of_layers_has_no_single_bias(rng):
+    q, k, _ = problems.attention_inputs(rng)
+    predictor, spec = operators.sliced("float32", side="key"), aj.SinkhornSpec(num_steps=4)
+    state = aj.CompiledState(predictor, spec, 1, jnp.zeros(2), ending="row")
+    with pytest.raises(ValueError, match=r"stack of \(2,\) layers"):
+        state.to_bias(q, k)

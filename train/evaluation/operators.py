@@ -9,6 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import asap_jax as aj
+from asap_jax.fitting import fidelity
 from asap_jax.fitting.fidelity import compiled_calls, sinkhorn_calls
 from asap_jax.records import Record
 from train.recipes.schema import Recipe
@@ -51,9 +52,9 @@ def inputs_of(record: Record) -> tuple:
 
 
 def with_closures(variables: dict, closures: str | int) -> dict:
-    """Compiled variables with another ending.
+    """Compiled variables with other closures.
 
-    One fit serves both endings of the paper, because they start from the same dual.
+    One fit serves both operators of the paper, because they start from the same dual.
 
     Args:
       variables: linen variables with the ``"asap"`` collection.
@@ -84,12 +85,13 @@ def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -
 
 
 def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
-    """Rows ASAP-0 and ASAP for the paper's fit; for any other fit one row with its own ending."""
+    """Rows ASAP-0 and ASAP for the paper's fit; for any other fit one row with its own closures."""
     if any(state.closures not in aj.attention.CLOSURES for state in _states(variables).values()):
         return [compiled_row("compiled", recipe, variables)]
+    (ending,) = {state.ending for state in _states(variables).values()}
     return [
         compiled_row(name, recipe, variables, closures)
-        for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided"))
+        for name, closures in fidelity.operators("two_sided", ending).items()
     ]
 
 

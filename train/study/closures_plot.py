@@ -14,6 +14,8 @@ STYLES = {
     "ASAP (paper)": ("#d55e00", "s"),
     "Moments": ("#009e73", "^"),
     "Auto": ("#aa3377", "D"),
+    "Moments (row)": ("#66c2a5", "<"),
+    "Auto (row)": ("#dd99bb", ">"),
 }
 """From a family to its colour and marker; people with colour blindness can tell them apart."""
 

@@ -91,7 +91,6 @@ def compiled_entry(
 ) -> Entry:
     """The entry of a compiled row whose layers all have the same closures."""
     state = next(iter(row.states.values()))
-    continued = spec.ended(state.ending)
-    count = aj.attention.num_closures(state.closures, state.predictor.side, continued)
-    ends = "column" if state.closures == "one_sided" else continued.last_step
+    count = aj.attention.num_closures(state.closures, state.predictor.side, spec, state.ending)
+    ends = "column" if state.closures == "one_sided" else spec.ended(state.ending).last_step
     return Entry(row, family, count, ends, chosen or {})

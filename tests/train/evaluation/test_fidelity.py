@@ -119,7 +119,7 @@ def test_the_table_is_written_with_its_facts(table, tmp_path):
     text, values = table.report().write(tmp_path, "fidelity")
     markdown = text.read_text()
     for words in (
-        "| attention | test accuracy | agreement with teacher | attention rel-l2 |",
+        "| attention | calls | test accuracy | agreement with teacher | attention rel-l2 |",
         "time / teacher |",
         f"JAX {jax.__version__}",
         "cores",
@@ -228,7 +228,10 @@ def test_the_demo_writes_all_its_files(tiny, split, tmp_path, monkeypatch, capsy
     table = demo.run(0, tmp_path, small)
     assert not old.exists()
     more = [f"Moments, {text}" for text in ("1 closure", "2 closures", "3 closures")]
-    assert [row.name for row in table.rows] == [*ROWS[:-1], *more, "teacher"]
+    row_ended = [f"{name}, row ending" for name in more]
+    assert [row.name for row in table.rows] == [*ROWS[:-1], *more, *row_ended, "teacher"]
+    calls = {row.name: row.calls for row in table.rows}
+    assert [calls[name] for name in (*more, *row_ended)] == [2, 3, 4, 1, 2, 3]
     for name in ("fidelity.md", "fidelity.json", "plans.png", "compiled.npz", "metrics.jsonl"):
         assert (tmp_path / name).exists(), name
     assert "demo took" in capsys.readouterr().out

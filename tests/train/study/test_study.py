@@ -400,7 +400,7 @@ def test_an_entry_has_its_closures_and_their_last_side(steps, side, closures, ex
     spec = aj.SinkhornSpec(num_steps=steps)
     predictor = aj.Predictor(features=(aj.Moments(),), head=None, side=side)
     states = {("block",): aj.CompiledState(predictor, spec, closures)}
-    row = operators.Operator("row", None, {}, None, states)
+    row = operators.Operator("row", None, {}, None, 1, states)
     entry = entries.compiled_entry(row, "Moments", spec)
     assert (entry.closures, entry.ends) == expected
 
