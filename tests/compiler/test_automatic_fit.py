@@ -245,7 +245,9 @@ def test_closures_that_no_candidate_supports_are_refused(rng):
     with pytest.raises(ValueError, match=r"no candidate of \['chain'\] suits closures=1"):
         aj.Options(fit=chain, closures=1)
     model = Model((aj.SinkhornSpec(2),))  # whose default budget is one closure
-    with pytest.raises(ValueError, match=rf"'{FIRST}'.*no candidate suits closures=1"):
+    with pytest.raises(
+        ValueError, match=rf"suits closures=1 and.*of layer '{FIRST}' with num_steps=2"
+    ):
         compile_fit(data(rng), chain, model, variables_of(model, rng))
 
 

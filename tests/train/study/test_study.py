@@ -33,6 +33,8 @@ from train.training.teacher import Teacher, accuracy_on, load_teacher
 NAMES = [
     *("softmax swap", "Sinkhorn S=2", "Sinkhorn S=3", "ASAP-0", "ASAP"),
     *("Moments, 2 closures", "Auto, 2 closures"),
+    "Moments, 2 closures, row ending",
+    "Auto, 2 closures, row ending",
 ]
 STEPS = 4
 CHEAP = (aj.Candidate("plain"), aj.Candidate("pooled", coefficients="pooled"))
@@ -97,9 +99,10 @@ def test_all_operators_are_there_with_their_closures_and_endings(done):
     (group,) = done[0].groups
     assert group.label == "demo (small), S=4, learning rate 0.001"
     assert [line.name for line in group.lines] == NAMES
-    assert [line.closures for line in group.lines] == [1, 2, 3, 1, 3, 2, 2]
+    assert [line.closures for line in group.lines] == [1, 2, 3, 1, 3, 2, 2, 2, 2]
     other = [line.name for line in group.lines if not line.same_ending]
-    assert other == ["softmax swap", "Sinkhorn S=3"]
+    assert other == ["softmax swap", "Sinkhorn S=3", *NAMES[-2:]]
+    assert [line.values["calls"].median for line in group.lines] == [1, 3, 3, 2, 4, 3, 3, 2, 2]
 
 
 def test_attention_columns_are_mean_and_median_over_cases(values, cases):
@@ -140,10 +143,11 @@ def test_compiled_layers_are_closer_to_the_teacher_than_baselines(values):
 
 def test_the_automatic_fit_says_what_it_chose(done):
     (group,) = done[0].groups
-    for row in group.teachers[0].rows:
-        assert len(row.chosen) == (1 if row.family == "Auto" else 0)
+    rows = {row.name: row for row in group.teachers[0].rows}
+    for row in rows.values():
+        assert len(row.chosen) == (1 if row.family.startswith("Auto") else 0)
         assert set(row.chosen.values()) <= {"plain", "pooled"}
-    (chosen,) = row.chosen.values()
+    (chosen,) = rows["Auto, 2 closures"].chosen.values()
     assert group.facts["Auto, 2 closures: chosen"] == f"{chosen!r} in 1 of 1 layers"
 
 
