@@ -153,7 +153,7 @@ def weights_from_both_duals(pair: DualPair, p: Problem, spec: SinkhornSpec) -> j
     """Weights from two predicted duals, without any c-transform (paper, design table)."""
     for side in (pair.query, pair.key):
         if side.row_mass is not None or side.corrections:
-            raise ValueError("corrections and row_mass need closures: got a DualPair with one")
+            raise ValueError("closures='none' allows no corrections and no row_mass in a DualPair")
     f, g = (predicted_dual(side, p, spec) for side in (pair.query, pair.key))
     g = g + checks.array("offset", pair.offset).astype(g.dtype)
     return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)

@@ -165,8 +165,8 @@ class AutomaticLayerFit(StoringFit):
                     self.fitted[candidate.name, rung] = self.fit_stack(candidate, records, rung)
         if not any(rung == self.closures for _, rung in self.fitted):
             raise ValueError(
-                f"no candidate suits closures={self.closures}, the most for a teacher with "
-                f"num_steps={self.spec.num_steps}"
+                f"no candidate suits closures={self.closures} on batches without a mask, for a "
+                f"teacher with num_steps={self.spec.num_steps} and ending={self.ending!r}"
             )
 
     def _scores(self, name: str, records: list[list[Record]]) -> list[float]:

@@ -214,7 +214,7 @@ class Calibration(abc.ABC):
             for i, numbers in enumerate(figures):
                 layer = f"{path}[{i}]" if self.fits[path].stack else path
                 # A jitted function returns a dict in the order of its sorted keys.
-                rank = lambda name: (name.startswith("Sinkhorn"), name.startswith("teacher"), name)
+                rank = lambda name: (name == "teacher", name.startswith("Sinkhorn"), name)
                 rows = {
                     name: {metric: float(x[i]) for metric, x in means[name].items()}
                     for name in sorted(means, key=rank)

@@ -63,7 +63,7 @@ class Family:
 
     def from_tokens(self, tokens: Tokens) -> jax.Array:
         """Centred features ``(..., N, F)`` of the own side of checked tokens."""
-        raise NotImplementedError
+        raise NotImplementedError  # every family defines this or its own __call__
 
 
 def check_families(name: str, families: Any) -> None:

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 
 from asap_jax import checks, features, masks
 from asap_jax.fitting.least_squares import NormalEquations, einsum
-from asap_jax.predictor import row_mass
 from asap_jax.predictor.corrections import cost_dual
 from asap_jax.predictor.predictor import first_step
 from asap_jax.problem import Problem, Tokens
 from asap_jax.records import Record, over_stack, problem
-from asap_jax.solvers import ctransform
-from asap_jax.solvers.closures import AXIS
+from asap_jax.solvers import ctransform, log_domain
+from asap_jax.solvers.closures import AXIS, Closures
 from asap_jax.solvers.duals import sinkhorn_duals
 from asap_jax.spec import SinkhornSpec
 
@@ -110,9 +109,19 @@ def row_mass_sums(record: Record, families: tuple, *, rows: str = "active") -> N
         p = problem(record)
         x, valid = design(families, p.tokens("query", spec.padding))
         zero = NormalEquations.zero(x.shape[-1], num_heads=x.shape[-3], dtype=x.dtype)
-        return zero.add(x, row_mass.target(p, spec), regression_rows(p, "query", valid, rows))
+        return zero.add(x, log_row_sums(p, spec), regression_rows(p, "query", valid, rows))
 
     return over_stack(sums, record)
+
+
+def log_row_sums(p: Problem, spec: SinkhornSpec) -> jax.Array:
+    """Centred log row sums of a column-ending teacher, ``(..., N)``; 0 at inactive queries."""
+    kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
+    start = jnp.zeros_like(kernel[..., 0, :])
+    u, v = log_domain.alternate(kernel, start, Closures("key", spec.num_steps), log_target)
+    # The next row closure would divide every row by its sum.
+    rows = u - log_domain.half_step(kernel, v, "key", log_target)
+    return masks.center(rows, p.tokens("query", spec.padding).own_valid)
 
 
 def gauss_newton(

@@ -21,9 +21,9 @@ class KeyBias(NamedTuple):
 
     Attributes:
       bias: finite, ``(..., heads, 1, M)``; with the call's own bias added, it has its shape.
-      scale: the score scale divided by epsilon.
-      rows: factors of the output that broadcast to ``(..., N, heads, 1)``, 0 for queries without
-        keys; None if all are 1.
+      scale: the score scale divided by epsilon; an array if it comes out of ``jax.jit``.
+      rows: factors of the output, broadcasting to ``(..., N, heads, 1)``: 0 for queries without
+        keys. None if no factor is needed.
     """
 
     bias: jax.Array

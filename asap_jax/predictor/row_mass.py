@@ -1,7 +1,8 @@
-"""Row masses: what a layer that ends on rows lacks of a teacher that ends on columns.
+"""Row masses: the row sums of a teacher that ends on columns, for a layer that ends on rows.
 
 A plan that ends on columns is ``A_ij = r_i softmax_j(s_ij + g_j)``, where g is its key dual and r
-are its row sums. A row closure of the same dual gives the softmax; the row sums are predicted.
+are its row sums. A row closure of the same dual gives the softmax; the row sums are predicted. This
+is not in the paper.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import jax.numpy as jnp
 from asap_jax import checks, features, masks
 from asap_jax.predictor.heads import LinearHead
 from asap_jax.problem import Problem
-from asap_jax.solvers import log_domain
-from asap_jax.solvers.closures import Closures
 from asap_jax.spec import SinkhornSpec
 
 
@@ -37,10 +36,11 @@ class RowMass:
 def rows_of(
     row_mass: RowMass | None, spec: SinkhornSpec, ending: str, padding: str | None = None
 ) -> Callable[[Problem], jax.Array] | None:
-    """A function that gives the ``row_sums`` of a problem, or None if all are 1 by the closures.
+    """A function from a problem to its ``row_sums``; None if a row closure gives the right sums.
 
     Raises:
-      TypeError, ValueError: a row mass that is not one, or does not fit the ending.
+      TypeError: ``row_mass`` or a part of it has the wrong type.
+      ValueError: ``row_mass`` for another ending.
     """
     continued = spec.ended(ending) != spec
     if row_mass is not None:
@@ -73,26 +73,15 @@ def row_sums(p: Problem, spec: SinkhornSpec, row_mass: RowMass | None = None) ->
 
 
 def _log_row_sums(p: Problem, spec: SinkhornSpec, row_mass: RowMass | None) -> jax.Array:
-    target = p.log_key_target(spec.key_mass)
-    mean = target - p.log_key_target("balanced")
+    log_mean = p.log_key_target(spec.key_mass) - p.log_key_target("balanced")
     if row_mass is None:
-        return mean
-    dual = features.evaluate(row_mass.features, row_mass.head, p.tokens("query", spec.padding))
-    dual = jnp.where(p.active("query"), dual, -jnp.inf)
-    peak = jax.lax.stop_gradient(jnp.max(dual, -1, keepdims=True))
+        return log_mean
+    log_rows = features.evaluate(row_mass.features, row_mass.head, p.tokens("query", spec.padding))
+    log_rows = jnp.where(p.active("query"), log_rows, -jnp.inf)
+    peak = jax.lax.stop_gradient(jnp.max(log_rows, -1, keepdims=True))
     peak = jnp.where(peak == -jnp.inf, jnp.zeros_like(peak), peak)
-    mass = jnp.exp(dual - peak)
-    total = masks.masked_mean(mass, None if p.validity is None else p.validity.query, -1)
-    safe = jnp.where(total > 0, total, jnp.ones_like(total))
-    dual = jnp.where(p.active("query"), dual - peak, jnp.zeros_like(dual))
-    return mean + dual - jnp.log(safe)
-
-
-def target(p: Problem, spec: SinkhornSpec) -> jax.Array:
-    """Centred log row sums of a column-ending teacher, ``(..., N)``; 0 at inactive queries."""
-    kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
-    start = jnp.zeros_like(kernel[..., 0, :])
-    u, v = log_domain.alternate(kernel, start, Closures("key", spec.num_steps), log_target)
-    # The next row closure would divide every row by its sum.
-    rows = u - log_domain.half_step(kernel, v, "key", log_target)
-    return masks.center(rows, p.tokens("query", spec.padding).own_valid)
+    valid = None if p.validity is None else p.validity.query
+    mean = masks.masked_mean(jnp.exp(log_rows - peak), valid, -1)
+    mean = jnp.where(mean > 0, mean, jnp.ones_like(mean))
+    log_rows = jnp.where(p.active("query"), log_rows - peak, jnp.zeros_like(log_rows))
+    return log_mean + log_rows - jnp.log(mean)

@@ -37,9 +37,11 @@ class DeferredStart:
 
     @classmethod
     def of(cls, predictor: Predictor, spec: SinkhornSpec, num_closures: int) -> DeferredStart:
-        """The start of ``num_closures`` closures; the predictor's statistics are dropped."""
+        """The start of ``num_closures`` closures; drops the statistics and the row mass."""
         check(predictor, num_closures)
-        leaves, tree = jax.tree.flatten(dataclasses.replace(predictor, statistics=None))
+        leaves, tree = jax.tree.flatten(
+            dataclasses.replace(predictor, statistics=None, row_mass=None)
+        )
         arrays = tuple(x for x in leaves if _is_array(x))
         others = tuple(
             None if _is_array(x) else x if isinstance(x, Hashable) else _ByIdentity(x)

@@ -12,7 +12,8 @@ import pytest
 import reference
 
 import asap_jax as aj
-from asap_jax.predictor.row_mass import RowMass, row_sums, target
+from asap_jax.fitting.targets import log_row_sums
+from asap_jax.predictor.row_mass import RowMass, row_sums
 from asap_jax.problem import make_problem
 
 compiled = jax.jit(
@@ -155,8 +156,22 @@ def test_the_target_of_the_row_mass_is_the_teachers_row_sums(rng, x64, key_mass)
     logs = np.log(np.where(valid, rows, 1))
     expected = logs - logs.sum(-1, keepdims=True) / valid.sum(-1, keepdims=True)
     np.testing.assert_allclose(
-        np.where(valid, target(p, spec), 0), np.where(valid, expected, 0), atol=1e-10
+        np.where(valid, log_row_sums(p, spec), 0), np.where(valid, expected, 0), atol=1e-10
     )
+
+
+def test_an_example_without_tokens_gives_zeros_and_no_gradient(rng):
+    q, k, v = problems.attention_inputs(rng, queries=7, keys=7)
+    mask = jnp.asarray(problems.token_padding([7, 0], 7))
+    settings = dict(predictor=row_mass_predictor(rng), spec=aj.SinkhornSpec(num_steps=4))
+
+    def loss(q, k, v):
+        out = compiled(q, k, v, mask=mask, closures=1, ending="row", **settings)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    chex.assert_tree_all_finite((out, grads))
+    assert all((np.asarray(x)[1] == 0).all() for x in (out, *grads))
 
 
 def test_gradients_of_a_row_ending_match_finite_differences(rng, x64):

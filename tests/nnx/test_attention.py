@@ -1,7 +1,6 @@
 """Sinkhorn attention as `attention_fn` of stock nnx attention: drop-in and recording."""
 
 import functools
-import inspect
 
 import chex
 import flax.linen as nn
@@ -46,10 +45,6 @@ def test_output_is_sinkhorn_attention_on_the_projections(rng, normalize_qk):
     chex.assert_trees_all_close(nnx.jit(lambda m, x: m(x))(layer, x), expected, atol=2e-6)
 
 
-@pytest.mark.skipif(
-    "num_kv_heads" not in inspect.signature(nnx.MultiHeadAttention.__init__).parameters,
-    reason="nnx.MultiHeadAttention has no grouped heads before flax 0.12.6",
-)
 def test_grouped_heads_are_shared_by_their_queries(rng):
     layer = shake(rng, attention(num_kv_heads=1))
     (x,) = data(rng, 1)

@@ -1,6 +1,6 @@
 """All methods and ablations of the paper's tables, on one trained teacher.
 
-A setting says how a layer is compiled and which ending it runs. Settings with the same fit share
+A setting says how a layer is compiled and with which closures. Settings with the same fit share
 one compile. The rows have the names of the paper.
 """
 
@@ -27,7 +27,7 @@ class Setting:
     Attributes:
       name: the paper's name of the row.
       fit: how the layers are fitted.
-      closures: the ending to run. All endings except ``"none"`` share one fit.
+      closures: see ``aj.asap_attention``. All values except ``"none"`` share one fit.
       num_images: number of calibration examples, the paper's M.
     """
 
@@ -50,18 +50,18 @@ def settings(fit: aj.PaperFit, images: Sequence[int] = IMAGES) -> list[Setting]:
       images: numbers of calibration examples to try.
     """
     change = lambda **changes: dataclasses.replace(fit, **changes)
-    endings = (("-0", "one_sided"), ("", "two_sided"))
+    kinds = (("-0", "one_sided"), ("", "two_sided"))
     length = fit.num_slices
     rows = []
     for objective in ("ls", "kl"):
-        for suffix, closures in endings:
+        for suffix, closures in kinds:
             name = f"ASAP-{objective.upper()}{suffix} (L={length})"
             rows.append(Setting(name, change(objective=objective), closures))
     for count in images:
-        for suffix, closures in endings:
+        for suffix, closures in kinds:
             rows.append(Setting(f"ASAP{suffix}, M={count}", fit, closures, count))
     for count in SLICES:
-        for suffix, closures in endings:
+        for suffix, closures in kinds:
             name = f"ASAP-LS{suffix} (L={count})"
             if count != length:
                 rows.append(Setting(name, change(num_slices=count), closures))
@@ -75,7 +75,7 @@ def settings(fit: aj.PaperFit, images: Sequence[int] = IMAGES) -> list[Setting]:
     rows += [Setting(name, changed, "two_sided") for name, changed in design.items()]
     rows.append(Setting("Predict both duals, no c-transform", fit, "none"))
     residual = residual_fit(fit, num_slices=256)
-    for suffix, closures in endings:
+    for suffix, closures in kinds:
         name = f"ASAP{suffix}, residual log-sum-exp fit, token bias (L=256)"
         rows.append(Setting(name, residual, closures))
     return rows
