@@ -105,6 +105,11 @@ def positive_float(name: str, value: Any) -> float:
     return number
 
 
+def score_scale(scale: Any, head_dim: int) -> float:
+    """``scale`` as a Python float > 0, ``1 / sqrt(head_dim)`` when None."""
+    return 1.0 / math.sqrt(head_dim) if scale is None else positive_float("scale", scale)
+
+
 def non_negative_float(name: str, value: Any) -> float:
     """A finite Python float >= 0 (ValueError otherwise)."""
     number = as_float(name, value)

@@ -6,6 +6,7 @@ works on ``(..., heads, length, head_dim)``.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, masks
-from asap_jax.scores import resolve_scale, squared_norm
+from asap_jax.scores import squared_norm
 
 
 class Tokens(NamedTuple):
@@ -64,12 +65,6 @@ class Problem:
     precision: Any = flax.struct.field(pytree_node=False, default=None)
 
     @property
-    def values(self) -> jax.Array:
-        """``v``, of a problem that has values."""
-        assert self.v is not None
-        return self.v
-
-    @property
     def score_shape(self) -> tuple[int, ...]:
         """``(..., H, N, M)``."""
         return (*self.q.shape[:-1], self.k.shape[-2])
@@ -93,6 +88,14 @@ class Problem:
     def log_key_target(self, key_mass: str) -> jax.Array:
         """Log of the column target, see ``masks.log_key_target``."""
         return masks.log_key_target(key_mass, self.validity, self.score_shape, self.q.dtype)
+
+    def swapped(self) -> Problem:
+        """The problem with queries and keys exchanged, without values."""
+        turned = lambda x: None if x is None else jnp.swapaxes(x, -1, -2)
+        validity = self.validity and masks.Validity(self.validity.key, self.validity.query)
+        bias, mask = turned(self.bias), turned(self.mask)
+        q, k = self.k, self.q
+        return dataclasses.replace(self, q=q, k=k, v=None, bias=bias, mask=mask, validity=validity)
 
     def tokens(self, side: str, padding: str) -> Tokens:
         """The tokens with ``side`` as ``own``, valid where ``padding`` says they carry features."""
@@ -121,7 +124,7 @@ def make_problem(
     query, key, value = promote(query, key, value, dtype=dtype)
     key, value = match_heads(query, key, value)
     q, k, v = [jnp.swapaxes(checks.at_least_f32(x), -2, -3) for x in (query, key, value)]
-    shape = (*q.shape[:-1], k.shape[-2])
+    scale, shape = checks.score_scale(scale, q.shape[-1]), (*q.shape[:-1], k.shape[-2])
     bias, allowed = masks.as_bias(bias, shape)
     mask = masks.combine(masks.as_mask(mask, shape), allowed)
     validity = masks.closure_validity(mask, shape)
@@ -131,7 +134,6 @@ def make_problem(
         v = masks.zero_inactive(v, validity.key)
         if bias is not None:
             bias = jnp.where(mask, bias, jnp.zeros_like(bias))
-    scale = resolve_scale(scale, q.shape[-1])
     return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision)
 
 

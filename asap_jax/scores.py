@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -10,11 +9,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from asap_jax import checks, masks
-
-
-def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """``scale`` as a Python float > 0, ``1 / sqrt(head_dim)`` when None."""
-    return 1.0 / math.sqrt(head_dim) if scale is None else checks.positive_float("scale", scale)
 
 
 def scores(
@@ -45,7 +39,7 @@ def scores(
     q, k = checks.real_array("q", q), checks.real_array("k", k)
     checks.heads_last_dim(q, k)
     dtype = accumulation_dtype(q, k)
-    s = resolve_scale(scale, q.shape[-1]) * jnp.einsum(
+    s = checks.score_scale(scale, q.shape[-1]) * jnp.einsum(
         "...nd,...md->...nm", q.astype(dtype), k.astype(dtype), precision=precision
     )
     finite, allowed = masks.as_bias(bias, s.shape)
@@ -71,7 +65,7 @@ def query_shift(q: ArrayLike, *, scale: float | None = None) -> jax.Array:
     q = checks.at_least_f32(checks.real_array("q", q))
     if q.ndim == 0:
         raise ValueError("q of shape () must be (..., N, d)")
-    return 0.5 * resolve_scale(scale, q.shape[-1]) * squared_norm(q)
+    return 0.5 * checks.score_scale(scale, q.shape[-1]) * squared_norm(q)
 
 
 def squared_norm(x: jax.Array) -> jax.Array:

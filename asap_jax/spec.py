@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 
@@ -62,7 +61,6 @@ class SinkhornSpec:
 
         ``"row"`` continues a column-ending teacher by one row step; otherwise it is this spec.
         """
-        checks.one_of("ending", ending, ENDINGS)
         extra = ending == "row" and self.last_step == "column"
         return dataclasses.replace(self, num_steps=self.num_steps + 1) if extra else self
 
@@ -74,7 +72,3 @@ class SinkhornSpec:
     def side_before_end(self, before_end: int) -> str:
         """``"query"`` or ``"key"``: which dual step ``num_steps - before_end`` computes."""
         return "query" if (self.num_steps - before_end) % 2 else "key"
-
-    def score_scale(self, head_dim: int) -> float:
-        """The score scale for heads of width ``head_dim``."""
-        return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale

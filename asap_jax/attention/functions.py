@@ -20,7 +20,7 @@ from asap_jax.problem import Problem
 from asap_jax.solvers import ctransform, registry
 from asap_jax.solvers.closures import Closures
 from asap_jax.solvers.plan import ClosedPlan, DensePlan, Plan, ScaledPlan
-from asap_jax.spec import SinkhornSpec
+from asap_jax.spec import ENDINGS, SinkhornSpec
 
 CLOSURES = ("one_sided", "two_sided")
 
@@ -96,6 +96,7 @@ def asap_attention(
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     checks.one_of("implementation", implementation, registry.NAMES)
+    checks.one_of("ending", ending, ENDINGS)
     suffix = f"for closures={closures!r}"
     plan: Plan
     if isinstance(closures, str) and closures == "none":
@@ -141,8 +142,8 @@ def compiled_plan(
 
     The start includes one closure for each correction of the predictor; the plan has the others.
     """
-    rows = row_mass.rows_of(predictor.row_mass, spec, ending, predictor.padding)
     total = num_closures(closures, predictor.side, spec, ending)
+    rows = row_mass.rows_of(predictor.row_mass, spec, ending, predictor.padding)
     start = DeferredStart.of(predictor, spec, total)
     remaining = Closures(start.side, total - len(predictor.corrections), spec.epsilon)
     plan = ClosedPlan(start, remaining, spec.key_mass, implementation)

@@ -110,7 +110,8 @@ def diff_attention(
     maps = ctransform.closure_weights(kernel, jnp.zeros_like(kernel[..., 0, :]), -1, 0.0)
     first, second = _of_pairs(maps)
     weights = first - diff_lambda(start, vectors, p.q) * second
-    v = jnp.concatenate(_of_pairs(p.values), axis=-1)
+    assert p.v is not None
+    v = jnp.concatenate(_of_pairs(p.v), axis=-1)
     pairs = dataclasses.replace(p, v=v, dtype=p.q.dtype)
     out, _ = outputs.output_and_weights(call, pairs, DensePlan(weights), return_weights=False)
     out = (1 - start) * rms_norm(out, norm_scale, norm_epsilon)

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from asap_jax import checks
 from asap_jax.problem import Tokens
-from asap_jax.scores import accumulation_dtype, resolve_scale
+from asap_jax.scores import accumulation_dtype
 
 FAMILIES: dict[str, type] = {}
 _Class = TypeVar("_Class", bound=type)
@@ -89,7 +89,7 @@ def check_tokens(
     q, k = checks.real_array("q", q), checks.real_array("k", k)
     checks.heads_last_dim(q, k)
     dtype = accumulation_dtype(q, k)
-    scale = resolve_scale(scale, q.shape[-1])
+    scale = checks.score_scale(scale, q.shape[-1])
     query_valid = checks.optional_validity("query_valid", query_valid, q[..., 0])
     key_valid = checks.optional_validity("key_valid", key_valid, k[..., 0])
     return Tokens(q.astype(dtype), k.astype(dtype), scale, query_valid, key_valid)

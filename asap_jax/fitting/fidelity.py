@@ -152,9 +152,10 @@ def zero_rel_l2(
     side, log_target = continued.side_before_end(closures), p.log_key_target(spec.key_mass)
     zero = jnp.zeros_like(p.tokens(side, spec.padding).own[..., 0])
     weights = log_domain.weights_after(p, zero, log_target, Closures(side, closures, spec.epsilon))
+    assert p.v is not None
     if continued != spec:
         weights = row_mass.row_sums(p, spec) * weights
-    out = jnp.swapaxes(ctransform.mixture(weights, p.values), -2, -3)
+    out = jnp.swapaxes(ctransform.mixture(weights, p.v), -2, -3)
     return _rel_l2(record, out, weights, of_outputs)
 
 

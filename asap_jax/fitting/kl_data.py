@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import masks
+from asap_jax import checks, masks
 from asap_jax.fitting import kl_objective, targets
 from asap_jax.records import Record, problem
 from asap_jax.scores import query_shift, scores
@@ -35,7 +35,7 @@ class KLItem:
 
     def block(self) -> kl_objective.Block:
         """The arguments of the KL objective; the scores are computed again on every call."""
-        scale = self.spec.score_scale(self.q.shape[-1])
+        scale = checks.score_scale(self.spec.scale, self.q.shape[-1])
         return kl_objective.make_block(
             self.features,
             self.target,

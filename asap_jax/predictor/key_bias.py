@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from asap_jax import checks
 from asap_jax.predictor import row_mass
 from asap_jax.predictor.predictor import Predictor, check
 from asap_jax.predictor.starting_dual import starting_scaling
 from asap_jax.problem import make_problem
-from asap_jax.spec import SinkhornSpec
+from asap_jax.spec import ENDINGS, SinkhornSpec
 
 
 class KeyBias(NamedTuple):
@@ -53,6 +54,7 @@ def key_bias(
       ValueError, TypeError: a predictor that does not give a bias on the keys; shapes that do not
         fit.
     """
+    checks.one_of("ending", ending, ENDINGS)
     continued = spec.ended(ending)
     if predictor.side != "key" or predictor.corrections or continued.last_step != "row":
         raise ValueError(

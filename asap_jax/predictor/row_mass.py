@@ -42,10 +42,9 @@ def rows_of(
       TypeError: ``row_mass`` or a part of it has the wrong type.
       ValueError: ``row_mass`` for another ending.
     """
-    continued = spec.ended(ending) != spec
     if row_mass is not None:
         _check(row_mass, spec, ending)
-    if not continued or (row_mass is None and spec.key_mass == "balanced"):
+    elif spec.key_mass == "balanced" or spec.ended(ending) == spec:
         return None
     return lambda p: row_sums(p, spec.with_padding(padding), row_mass)
 

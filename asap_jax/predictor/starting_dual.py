@@ -39,9 +39,9 @@ class DeferredStart:
     def of(cls, predictor: Predictor, spec: SinkhornSpec, num_closures: int) -> DeferredStart:
         """The start of ``num_closures`` closures; drops the statistics and the row mass."""
         check(predictor, num_closures)
-        leaves, tree = jax.tree.flatten(
-            dataclasses.replace(predictor, statistics=None, row_mass=None)
-        )
+        if predictor.statistics is not None or predictor.row_mass is not None:
+            predictor = dataclasses.replace(predictor, statistics=None, row_mass=None)
+        leaves, tree = jax.tree.flatten(predictor)
         arrays = tuple(x for x in leaves if _is_array(x))
         others = tuple(
             None if _is_array(x) else x if isinstance(x, Hashable) else _ByIdentity(x)

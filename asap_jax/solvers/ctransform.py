@@ -26,7 +26,9 @@ def log_kernel(scores: jax.Array, epsilon: float, mask: jax.Array | None) -> jax
     return kernel if mask is None else jnp.where(mask, kernel, -jnp.inf)
 
 
-def _shifted(kernel: jax.Array, scaling: jax.Array, axis: int) -> tuple[jax.Array, ...]:
+def closure_masses(
+    kernel: jax.Array, scaling: jax.Array, axis: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """``mass = exp(kernel + scaling - peak)``, its sums ``total``, and the maxima ``peak``.
 
     The sums and maxima over ``axis`` keep it. The fourth result says which slices are all -inf;
@@ -50,7 +52,7 @@ def closure_step(
     scaling u ``(..., N)`` to the key scaling v ``(..., M)``; ``axis=-1`` the other way.
     ``log_target`` is a scalar or broadcasts to the result. Differentiable everywhere.
     """
-    _, total, peak, empty = _shifted(kernel, scaling, axis)
+    _, total, peak, empty = closure_masses(kernel, scaling, axis)
     result = log_target - jnp.squeeze(jnp.log(total) + peak, axis)
     return jnp.where(jnp.squeeze(empty, axis), jnp.zeros_like(result), result)
 
@@ -76,7 +78,7 @@ def closure_parts(
     over ``axis``, which keeps size 1 (sums of masked slices are 1), and ``target``, which
     broadcasts to ``total``.
     """
-    mass, total, _, _ = _shifted(kernel, scaling, axis)
+    mass, total, _, _ = closure_masses(kernel, scaling, axis)
     target = jnp.exp(jnp.asarray(log_target, dtype=kernel.dtype))
     return mass, total, jnp.expand_dims(target, axis) if target.ndim else target
 

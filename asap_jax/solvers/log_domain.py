@@ -13,20 +13,17 @@ from asap_jax.solvers import ctransform
 from asap_jax.solvers.closures import AXIS, OTHER, Closures
 
 
-def apply(
-    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, mix: bool
-) -> jax.Array:
-    """The weights A ``(..., N, M)`` after the closures, or ``A v (..., N, d_v)`` with ``mix``.
+def apply(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures) -> jax.Array:
+    """``A v (..., N, d_v)`` after the closures; the weights A ``(..., N, M)`` if ``p.v`` is None.
 
     Args:
       p: the problems.
       start: log scaling of ``closures.side``, ``(..., N)`` or ``(..., M)``.
       log_target: log column target, see ``Problem.log_key_target``; the row target is 1.
       closures: one or more.
-      mix: static; return the product with the values.
     """
     weights = weights_after(p, start, log_target, closures)
-    return ctransform.mixture(weights, p.values, p.precision) if mix else weights
+    return weights if p.v is None else ctransform.mixture(weights, p.v, p.precision)
 
 
 def weights_after(

@@ -54,22 +54,20 @@ class Scaled(NamedTuple):
         return self.row[..., None] * mixed
 
 
-def apply(
-    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, mix: bool
-) -> jax.Array:
+def apply(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures) -> jax.Array:
     """As ``log_domain.apply``, by matrix-vector products where they can be trusted."""
 
     @functools.partial(jax.checkpoint, static_argnums=0)
     def by_scaling(divided):
         scaled = run(p, start, log_target, closures, divided=divided)
-        return scaled.mix(p.values, p.precision) if mix else scaled.weights(), scaled.ok
+        return scaled.weights() if p.v is None else scaled.mix(p.v, p.precision), scaled.ok
 
     plain, divided = (functools.partial(by_scaling, divided) for divided in (False, True))
     out, ok = jax.lax.cond(can_exponentiate(p, start, closures), plain, divided)
     if closures.num_steps == 1:  # a single step can be trusted either way
         return out
     # checkpoint: compute the log kernel again there rather than store a second large array.
-    log = jax.checkpoint(lambda: log_domain.apply(p, start, log_target, closures, mix=mix))
+    log = jax.checkpoint(lambda: log_domain.apply(p, start, log_target, closures))
     return jax.lax.cond(shared_across_vmap(ok), lambda: out, log)
 
 

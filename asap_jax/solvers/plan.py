@@ -27,7 +27,8 @@ class DensePlan(NamedTuple):
 
     def mix(self, p: Problem) -> jax.Array:
         """``A v``: ``(..., N, d_v)``."""
-        return ctransform.mixture(self.matrix, p.values, p.precision)
+        assert p.v is not None
+        return ctransform.mixture(self.matrix, p.v, p.precision)
 
 
 class ClosedPlan(NamedTuple):
@@ -83,7 +84,7 @@ Plan = DensePlan | ClosedPlan | ScaledPlan
 def _weights(p: Problem, start: Start, closures: Closures, key_mass: str, name: str) -> jax.Array:
     start = start(p) if callable(start) else start
     target = p.log_key_target(key_mass)
-    return registry.IMPLEMENTATIONS[name].apply(p, start, target, closures, mix=False)
+    return registry.IMPLEMENTATIONS[name].apply(p, start, target, closures)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
@@ -94,7 +95,7 @@ def _mix(
 
     @jax.checkpoint
     def mix(p, start):
-        return apply(p, start, p.log_key_target(key_mass), closures, mix=True)
+        return apply(p, start, p.log_key_target(key_mass), closures)
 
     if not callable(start):
         return batching.map_groups(mix, (p, start), lead, step)

@@ -1,15 +1,19 @@
-"""Closures tile by tile, so that no N x M array is stored, in forward or reverse mode.
+"""Closures block by block, so that no N x M array is stored, in forward or reverse mode.
 
-A tile is a block of query rows and all keys. A row closure needs its own tile only, so a row
-closure and the next column closure take one sweep over the tiles: with ``P`` the row-closed plan,
-the next column scaling is ``v + log(target / sum_i P_ij)``. If a column sum is too small to be
-trusted, all sweeps are repeated with running maxima.
+A block is some of one side's tokens with all tokens of the other side. ``flash`` is softmax
+attention with a bias on the keys, and gives the log-sum-exp of every row: a row closure. A column
+closure is the same with queries and keys exchanged. In a loop, a row closure and the next column
+closure take one sweep: with ``P`` the row-closed plan, the next column scaling is
+``v + log(target / sum_i P_ij)``. If a column sum is too small to be trusted, the closures are
+repeated with ``flash`` alone.
+
+Only sums over blocks are carried from block to block. The work on a block is checkpointed without
+them, therefore reverse mode stores the inputs of the blocks and nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,73 +26,73 @@ from asap_jax.solvers import ctransform, matrix_scaling
 from asap_jax.solvers.closures import Closures
 
 BLOCK = 128
-"""Query rows of a tile. 64 to 256 are equally fast on CPUs."""
+"""Query rows of a block. 64 to 256 are equally fast on CPUs."""
 
 
-class Tiles(NamedTuple):
-    """Problems cut into blocks of query rows.
+class Blocks(NamedTuple):
+    """Problems cut into blocks of queries.
 
     Attributes:
-      scanned: q ``(T, ..., B, d)``, live ``(T, ..., B, 1)``, start ``(T, ..., B)``, bias and mask
-        ``(T, ..., B, M)``, for T tiles. ``live`` is False at padding rows, None without padding.
-        Start, bias and mask are None here if they are in ``shared``.
-      shared: start, bias and mask if they have no row per query; otherwise None.
-      problem: the problems; all tiles use their keys.
+      scanned: q ``(T, ..., B, d)``, live ``(T, ..., B, 1)``, bias and mask ``(T, ..., B, M)``, for
+        T blocks. ``live`` is False at padding rows, None without padding. Bias and mask are None
+        here if they have no row per query; then they are those of ``problem``.
+      problem: the problems; all blocks use their keys.
       epsilon: entropic regularisation.
     """
 
     scanned: tuple
-    shared: tuple
     problem: Problem
     epsilon: float
 
-    def sweep(self, function: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any) -> Any:
-        """``lax.scan`` of ``function(carry, log kernel of a tile)`` over the tiles."""
+    def sums(self, function: Callable[[jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Two trees of ``function(log kernel of a block)``.
 
-        @jax.checkpoint
-        def body(carry, tile):
-            return function(carry, self._kernel(*tile))
+        The first is added up over the blocks. The second is joined, from ``(..., B, c)`` to
+        ``(..., N, c)``.
+        """
+        on_block = jax.checkpoint(lambda block: function(self._kernel(*block)))
+        like, _ = jax.eval_shape(on_block, jax.tree.map(lambda a: a[0], self.scanned))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
 
-        return jax.lax.scan(body, carry, self.scanned)
+        def add(carry, block):
+            part, rows = on_block(block)
+            return jax.tree.map(jnp.add, carry, part), rows
 
-    def without_start(self) -> Tiles:
-        """The tiles of the kernel without the start."""
-        q, live, _, *rest = self.scanned
-        return self._replace(scanned=(q, live, None, *rest), shared=(None, *self.shared[1:]))
+        total, rows = jax.lax.scan(add, zeros, self.scanned)
+        return total, jax.tree.map(lambda a: _joined(a, self.problem.q.shape[-2]), rows)
 
-    def _kernel(self, q, live, *scanned):
-        pairs = zip(self.shared, scanned, strict=True)
-        start, bias, mask = (a if b is None else b for a, b in pairs)
+    def _kernel(self, q, live, bias, mask):
+        p = self.problem
+        bias, mask = (a if b is None else b for a, b in ((p.bias, bias), (p.mask, mask)))
         mask = masks.combine(mask, live)
-        p = dataclasses.replace(self.problem, q=q, bias=bias, mask=mask)
-        kernel = p.log_kernel(self.epsilon)
-        return kernel if start is None else kernel + start[..., :, None]
+        return dataclasses.replace(p, q=q, bias=bias, mask=mask).log_kernel(self.epsilon)
 
 
-def make_tiles(
-    p: Problem, start: jax.Array | None, closures: Closures, block: int = BLOCK
-) -> Tiles:
-    """Cuts ``p`` into tiles of ``block`` rows; the last tile is padded with masked rows.
-
-    ``start (..., N)`` is a log scaling of the query side, added to the kernel, or None.
-    """
+def make_blocks(p: Problem, epsilon: float, block: int = BLOCK) -> Blocks:
+    """Cuts ``p`` into blocks of queries; the last block is padded with masked rows."""
     count = p.q.shape[-2]
     size = min(block, count)
     padding = -count % size
-    rows = lambda a, at: None if a is None or a.shape[at] != count else _tiles(a, at, size, padding)
-    arrays = ((start, -1), (p.bias, -2), (p.mask, -2))
-    scanned = tuple(rows(a, axis) for a, axis in arrays)
-    shared = tuple(a if b is None else None for (a, _), b in zip(arrays, scanned, strict=True))
+
+    def rows(a):
+        return None if a is None or a.shape[-2] != count else _cut(a, size, padding)
+
     # Not joined with the mask here: if the mask has no row per query, the result would be N x M.
     live = jnp.ones((1,) * (p.q.ndim - 2) + (count, 1), bool) if padding else None
-    return Tiles((rows(p.q, -2), rows(live, -2), *scanned), shared, p, closures.epsilon)
+    return Blocks(tuple(map(rows, (p.q, live, p.bias, p.mask))), p, epsilon)
 
 
-def _tiles(a: jax.Array, axis: int, size: int, padding: int) -> jax.Array:
-    axis += a.ndim
-    a = jnp.pad(a, [(0, padding if i == axis else 0) for i in range(a.ndim)])
-    a = a.reshape(*a.shape[:axis], a.shape[axis] // size, size, *a.shape[axis + 1 :])
-    return jnp.moveaxis(a, axis, 0)
+def _cut(a: jax.Array, size: int, padding: int) -> jax.Array:
+    """``(..., N, c)`` as ``(T, ..., B, c)``."""
+    a = jnp.pad(a, [(0, padding if axis == a.ndim - 2 else 0) for axis in range(a.ndim)])
+    a = a.reshape(*a.shape[:-2], a.shape[-2] // size, size, a.shape[-1])
+    return jnp.moveaxis(a, -3, 0)
+
+
+def _joined(a: jax.Array, count: int) -> jax.Array:
+    """``(T, ..., B, c)`` as ``(..., N, c)``, the inverse of ``_cut``."""
+    a = jnp.moveaxis(a, 0, -3)
+    return a.reshape(*a.shape[:-3], a.shape[-3] * a.shape[-2], a.shape[-1])[..., :count, :]
 
 
 def apply(
@@ -97,107 +101,124 @@ def apply(
     log_target: jax.Array,
     closures: Closures,
     *,
-    mix: bool,
     block: int = BLOCK,
 ) -> jax.Array:
-    """As ``log_domain.apply``, with ``block`` rows at a time if ``mix``."""
-    if not mix:
-        return matrix_scaling.apply(p, start, log_target, closures, mix=False)
-    from_query = closures.side == "query"
-    tiles = make_tiles(p, start if from_query else None, closures, block)
-    column = jnp.zeros_like(p.k[..., 0]) + (0 if from_query else start)
-    run = functools.partial(_run, tiles, column, log_target, closures)
-    out, ok = run(robust=False)
-    if closures.num_steps > (2 if from_query else 1):
-        robust = jax.checkpoint(lambda: run(robust=True)[0])
-        out = jax.lax.cond(matrix_scaling.shared_across_vmap(ok), lambda: out, robust)
-    out = jnp.moveaxis(out, 0, -3)
-    count = out.shape[-3] * out.shape[-2]
-    return out.reshape(*out.shape[:-3], count, out.shape[-1])[..., : p.q.shape[-2], :]
+    """As ``log_domain.apply``, with ``block`` rows at a time if there are values."""
+    if p.v is None:
+        return matrix_scaling.apply(p, start, log_target, closures)
+    s = Sides.of(p, log_target, closures.epsilon, block)
+    if closures.side == "key":
+        return _from_column(s, start, closures.num_steps)
+    column = log_target - log_sum_exp(s.columns, start)
+    if closures.num_steps > 1:
+        return _from_column(s, column, closures.num_steps - 1)
+    return _column_closed(s, start, column)
 
 
-def _run(tiles: Tiles, column, log_target, closures: Closures, *, robust: bool):
-    """Output tiles ``(T, ..., B, d_v)`` and whether the column sums can be trusted."""
-    values, steps = tiles.problem.values, closures.num_steps
-    active = tiles.problem.active("key")
-    ok = jnp.all(jnp.isfinite(column))
-    if closures.side == "query":
-        column = log_target - _column_lse(tiles, lambda kernel: kernel, column)
-        if steps == 1:
-            closed = lambda kernel: (jnp.exp(kernel + column[..., None, :]), 1.0)
-            return _output(tiles, values, closed), ok
-        steps -= 1
-        tiles = tiles.without_start()
+class Sides(NamedTuple):
+    """The problems in blocks of queries, in blocks of keys, and the log column target."""
 
-    # Without it reverse mode would save the tiles' kernels, which never change, at every step.
+    rows: Blocks
+    columns: Blocks
+    log_target: jax.Array
+
+    @classmethod
+    def of(cls, p: Problem, log_target: jax.Array, epsilon: float, block: int = BLOCK) -> Sides:
+        """Cuts ``p`` both ways."""
+        rows, columns = (make_blocks(x, epsilon, block) for x in (p, p.swapped()))
+        return cls(rows, columns, log_target)
+
+
+def flash(rows: Blocks, column: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``softmax(kernel + column) values (..., N, d_v)``, and the log-sum-exp ``(..., N)`` of it.
+
+    ``kernel`` is the log kernel of the problems, ``column (..., M)`` a log scaling. Rows that are
+    masked everywhere give 0, and 0.
+    """
+
+    def attend(kernel):
+        mass, total, peak, _ = ctransform.closure_masses(kernel, column, -1)
+        out = ctransform.mixture(mass, values, rows.problem.precision) / total
+        return None, (out, jnp.log(total) + peak)
+
+    _, (out, lse) = rows.sums(attend)
+    return out, lse[..., 0]
+
+
+def log_sum_exp(rows: Blocks, column: jax.Array) -> jax.Array:
+    """The second result of ``flash``."""
+
+    def lse(kernel):
+        _, total, peak, _ = ctransform.closure_masses(kernel, column, -1)
+        return None, jnp.log(total) + peak
+
+    return rows.sums(lse)[1][..., 0]
+
+
+def _from_column(s: Sides, start: jax.Array, num_steps: int) -> jax.Array:
+    """``A v`` after closures from the log column scaling ``start``."""
+    values = s.rows.problem.v
+    assert values is not None
+    if num_steps == 1:
+        return flash(s.rows, start, values)[0]
+    pairs, ends_on_rows = (num_steps - 1) // 2, num_steps % 2 == 1
+
+    def fast():
+        before, ok = _repeat(row_and_column_by_sums, s, start, pairs)
+        if ends_on_rows:
+            return flash(s.rows, before, values)[0], ok
+        last, last_ok = jax.checkpoint(lambda column: row_and_column_by_sums(s, column))(before)
+        factor = jnp.exp(last - before)[..., None]
+        return flash(s.rows, before, factor * values)[0], ok & last_ok
+
     @jax.checkpoint
+    def robust():
+        before, _ = _repeat(row_and_column_by_flash, s, start, pairs)
+        if ends_on_rows:
+            return flash(s.rows, before, values)[0]
+        row = -log_sum_exp(s.rows, before)
+        return _column_closed(s, row, s.log_target - log_sum_exp(s.columns, row))
+
+    out, ok = fast()
+    return jax.lax.cond(matrix_scaling.shared_across_vmap(ok), lambda: out, robust)
+
+
+def _column_closed(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
+    """``exp(row + kernel + column) v``, where the columns have their sums."""
+    assert s.rows.problem.v is not None
+    out, lse = flash(s.rows, column, s.rows.problem.v)
+    return jnp.exp(row + lse)[..., None] * out
+
+
+def _repeat(step: Callable, s: Sides, column: jax.Array, times: int) -> tuple[jax.Array, jax.Array]:
+    """The log column scaling after ``times`` steps, and whether all of them can be trusted."""
+    # Without it reverse mode would save the blocks, which never change, at every step.
+    once = jax.checkpoint(lambda column: step(s, column))
+
     def update(_, state):
         column, ok = state
-        column, step_ok = _row_then_column(tiles, column, log_target, active, robust)
+        column, step_ok = once(column)
         return column, ok & step_ok
 
-    column, ok = jax.lax.fori_loop(0, (steps - 1) // 2, update, (column, ok))
-    rows_closed = lambda kernel: _row_closed(kernel, column)
-    if steps % 2:
-        return _output(tiles, values, rows_closed), ok
-    last, step_ok = _row_then_column(tiles, column, log_target, active, robust)
-    if robust:
-        plan = lambda kernel: jnp.exp(kernel + _row(kernel, column) + last[..., None, :])
-        return _output(tiles, values, lambda kernel: (plan(kernel), 1.0)), ok & step_ok
-    factor = jnp.exp(last - column)
-    return _output(tiles, factor[..., None] * values, rows_closed), ok & step_ok
+    return jax.lax.fori_loop(0, times, update, (column, jnp.all(jnp.isfinite(column))))
 
 
-def _output(tiles: Tiles, values: jax.Array, closed: Callable) -> jax.Array:
-    """Output tiles; ``closed(kernel)`` gives a matrix and the factors of its rows."""
+def row_and_column_by_sums(s: Sides, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The log column scaling after a row and a column closure, in one sweep; and its trust."""
 
-    def product(_, kernel):
-        matrix, rows = closed(kernel)
-        return None, rows * ctransform.mixture(matrix, values, tiles.problem.precision)
+    def column_sums(kernel):
+        mass, total, _, _ = ctransform.closure_masses(kernel, column, -1)
+        weights = jnp.squeeze(1 / total, -1)
+        return jnp.einsum("...nm,...n->...m", mass, weights, precision="highest"), None
 
-    return tiles.sweep(product, None)[1]
-
-
-def _row_closed(kernel, column) -> tuple[jax.Array, jax.Array]:
-    """The plan after a row closure, as a matrix and the factors ``(..., B, 1)`` of its rows."""
-    mass, total, _ = ctransform.closure_parts(kernel, column, -1, 0.0)
-    return mass, 1 / total
-
-
-def _row(kernel, column) -> jax.Array:
-    """The log row scaling of a row closure, ``(..., B, 1)``."""
-    return ctransform.closure_step(kernel, column, -1, jnp.zeros((), kernel.dtype))[..., None]
-
-
-def _row_then_column(tiles: Tiles, column, log_target, active, robust: bool):
-    """The log column scaling after a row and a column closure, and whether to trust it."""
-    if robust:
-        lse = _column_lse(tiles, lambda kernel: kernel + _row(kernel, column), column)
-        return log_target - lse, jnp.bool_(True)
-
-    def add(sums, kernel):
-        matrix, rows = _row_closed(kernel, column)
-        part = jnp.einsum("...nm,...n->...m", matrix, rows[..., 0], precision="highest")
-        return sums + part, None
-
-    sums, _ = tiles.sweep(add, jnp.zeros_like(column))
+    sums, _ = s.rows.sums(column_sums)
+    active = s.rows.problem.active("key")
     ok = jnp.all((sums > matrix_scaling.FLOOR) | ~active)
     sums = jnp.maximum(jnp.where(active, sums, jnp.ones_like(sums)), matrix_scaling.FLOOR)
-    return column + log_target - jnp.log(sums), ok
+    return column + s.log_target - jnp.log(sums), ok
 
 
-def _column_lse(tiles: Tiles, entries: Callable, like: jax.Array) -> jax.Array:
-    """Log-sum-exp over all rows of ``entries(kernel)``; 0 in a column of -inf."""
-
-    def add(state, kernel):
-        peak, total = state
-        x = entries(kernel)
-        after = jnp.maximum(peak, jax.lax.stop_gradient(x.max(-2)))
-        at = jnp.where(after == -jnp.inf, jnp.zeros_like(after), after)
-        return (after, total * jnp.exp(peak - at) + jnp.exp(x - at[..., None, :]).sum(-2)), None
-
-    start = (jnp.full_like(like, -jnp.inf), jnp.zeros_like(like))
-    (peak, total), _ = tiles.sweep(add, start)
-    empty = peak == -jnp.inf
-    total = jnp.where(empty, jnp.ones_like(total), total)
-    return jnp.log(total) + jnp.where(empty, jnp.zeros_like(peak), peak)
+def row_and_column_by_flash(s: Sides, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As ``row_and_column_by_sums``, in two sweeps; it can always be trusted."""
+    row = -log_sum_exp(s.rows, column)
+    return s.log_target - log_sum_exp(s.columns, row), jnp.bool_(True)

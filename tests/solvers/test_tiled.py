@@ -31,11 +31,11 @@ def test_tiles_give_the_dense_plan_and_its_gradient(rng, x64, side, num_steps, m
 
     def in_tiles(q, k, v, bias, start):
         p = problems.problem(q, k, v=v, bias=bias, mask=mask, scale=0.5)
-        return tiled.apply(p, start, target, closures, mix=True, block=4)
+        return tiled.apply(p, start, target, closures, block=4)
 
     def dense(q, k, v, bias, start):
         p = problems.problem(q, k, v=v, bias=bias, mask=mask, scale=0.5)
-        return log_domain.apply(p, start, target, closures, mix=True)
+        return log_domain.apply(p, start, target, closures)
 
     def results(function):
         loss = lambda *args: jnp.sum(jnp.sin(function(*args)))
@@ -51,9 +51,9 @@ def test_tiles_detect_underflow_and_fall_back_to_the_log_domain(rng):
     heads = lambda x: jnp.swapaxes(x, 1, 2)
     p, closures = problems.problem(*map(heads, (q, k)), v=heads(v), bias=bias), Closures("key", 4)
     p = p.replace(scale=0.5)
-    tiles = tiled.make_tiles(p, None, closures, 2)
     start, target = jnp.zeros(heads(k).shape[:-1]), jnp.zeros((1, 1, 1))
-    assert not bool(tiled._run(tiles, start, target, closures, robust=False)[1])
+    sides = tiled.Sides.of(p, target, closures.epsilon, block=2)
+    assert not bool(tiled.row_and_column_by_sums(sides, start)[1])
     outs = [
         aj.sinkhorn_attention(q, k, v, bias, spec=aj.SinkhornSpec(4), implementation=name)
         for name in ("streaming", "log")
