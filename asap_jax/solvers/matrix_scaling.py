@@ -87,7 +87,7 @@ def run(
     ``divided``: divide the peaks out first. Without it, ``can_exponentiate`` must hold.
     """
     side, active = closures.side, {"query": p.active("query"), "key": p.active("key")}
-    start = start if divided else _centred_range(start, active[side])
+    start = start if divided else centred_range(start, active[side])
     p = dataclasses.replace(p, v=None)
     matrix, near = exponentiate(side, divided, closures.epsilon, p, start)
     near = jnp.where(active[side], near, jnp.zeros_like(near))
@@ -207,7 +207,7 @@ def _range(x: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
     return low, jnp.max(jnp.where(active, x, -jnp.inf), -1, keepdims=True)
 
 
-def _centred_range(start: jax.Array, active: jax.Array) -> jax.Array:
+def centred_range(start: jax.Array, active: jax.Array) -> jax.Array:
     """``start`` minus the middle of its range, which leaves the plan unchanged; 0 if inactive."""
     low, high = jax.lax.stop_gradient(_range(start, active))
     middle = jnp.where(low <= high, (low + high) / 2, jnp.zeros_like(low))

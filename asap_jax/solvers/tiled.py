@@ -14,6 +14,7 @@ them, therefore reverse mode stores the inputs of the blocks and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from asap_jax.solvers.closures import Closures
 
 BLOCK = 128
 """Query rows of a block. 64 to 256 are equally fast on CPUs."""
+RANGE = 40.0
+"""Largest trusted log column scaling beside a kernel that is exponentiated as it is: row sums then
+lie within float32, for up to a million keys."""
 
 
 class Blocks(NamedTuple):
@@ -38,11 +42,13 @@ class Blocks(NamedTuple):
         here if they have no row per query; then they are those of ``problem``.
       problem: the problems; all blocks use their keys.
       epsilon: entropic regularisation.
+      plain: exponentiate the log kernel as it is. Otherwise the peaks of rows are divided out.
     """
 
     scanned: tuple
     problem: Problem
     epsilon: float
+    plain: bool
 
     def sums(self, function: Callable[[jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
         """Two trees of ``function(log kernel of a block)``.
@@ -61,6 +67,25 @@ class Blocks(NamedTuple):
         total, rows = jax.lax.scan(add, zeros, self.scanned)
         return total, jax.tree.map(lambda a: _joined(a, self.problem.q.shape[-2]), rows)
 
+    def masses(
+        self, kernel: jax.Array, column: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """``mass (..., B, M)``, and ``total`` and ``peak`` of its rows, ``(..., B, 1)``.
+
+        ``exp(kernel + column)`` is ``exp(peak) * mass * weights(column)``, and has the row sums
+        ``exp(peak) * total``. For rows that are masked everywhere the total is 1 and the peak 0.
+        """
+        if not self.plain:
+            return ctransform.closure_masses(kernel, column, -1)[:3]
+        mass = jnp.exp(kernel)
+        total = jnp.einsum("...nm,...m->...n", mass, jnp.exp(column), precision="highest")
+        total = jnp.where(total == 0, jnp.ones_like(total), total)[..., None]
+        return mass, total, jnp.zeros_like(total)
+
+    def weights(self, column: jax.Array) -> jax.Array:
+        """Factors ``(..., M)`` of the columns of ``mass``, see ``masses``."""
+        return jnp.exp(column) if self.plain else jnp.ones_like(column)
+
     def _kernel(self, q, live, bias, mask):
         p = self.problem
         bias, mask = (a if b is None else b for a, b in ((p.bias, bias), (p.mask, mask)))
@@ -68,7 +93,7 @@ class Blocks(NamedTuple):
         return dataclasses.replace(p, q=q, bias=bias, mask=mask).log_kernel(self.epsilon)
 
 
-def make_blocks(p: Problem, epsilon: float, block: int = BLOCK) -> Blocks:
+def make_blocks(p: Problem, epsilon: float, *, plain: bool = False, block: int = BLOCK) -> Blocks:
     """Cuts ``p`` into blocks of queries; the last block is padded with masked rows."""
     count = p.q.shape[-2]
     size = min(block, count)
@@ -79,7 +104,7 @@ def make_blocks(p: Problem, epsilon: float, block: int = BLOCK) -> Blocks:
 
     # Not joined with the mask here: if the mask has no row per query, the result would be N x M.
     live = jnp.ones((1,) * (p.q.ndim - 2) + (count, 1), bool) if padding else None
-    return Blocks(tuple(map(rows, (p.q, live, p.bias, p.mask))), p, epsilon)
+    return Blocks(tuple(map(rows, (p.q, live, p.bias, p.mask))), p, epsilon, plain)
 
 
 def _cut(a: jax.Array, size: int, padding: int) -> jax.Array:
@@ -106,13 +131,21 @@ def apply(
     """As ``log_domain.apply``, with ``block`` rows at a time if there are values."""
     if p.v is None:
         return matrix_scaling.apply(p, start, log_target, closures)
-    s = Sides.of(p, log_target, closures.epsilon, block)
-    if closures.side == "key":
-        return _from_column(s, start, closures.num_steps)
-    column = log_target - log_sum_exp(s.columns, start)
-    if closures.num_steps > 1:
-        return _from_column(s, column, closures.num_steps - 1)
-    return _column_closed(s, start, column)
+    sides = lambda plain: Sides.of(p, log_target, closures.epsilon, plain=plain, block=block)
+    centred = matrix_scaling.centred_range(start, p.active(closures.side))
+    out, ok = jax.lax.cond(
+        matrix_scaling.can_exponentiate(p, start, closures),
+        lambda: _closed(sides(True), centred, closures, row_and_column),
+        lambda: _closed(sides(False), start, closures, row_and_column),
+    )
+    if closures.num_steps <= (2 if closures.side == "query" else 1):
+        return out  # no loop, so it can be trusted either way
+
+    @jax.checkpoint
+    def robust():
+        return _closed(sides(False), start, closures, row_and_column_by_flash)[0]
+
+    return jax.lax.cond(matrix_scaling.shared_across_vmap(ok), lambda: out, robust)
 
 
 class Sides(NamedTuple):
@@ -123,10 +156,18 @@ class Sides(NamedTuple):
     log_target: jax.Array
 
     @classmethod
-    def of(cls, p: Problem, log_target: jax.Array, epsilon: float, block: int = BLOCK) -> Sides:
+    def of(
+        cls,
+        p: Problem,
+        log_target: jax.Array,
+        epsilon: float,
+        *,
+        plain: bool = False,
+        block: int = BLOCK,
+    ) -> Sides:
         """Cuts ``p`` both ways."""
-        rows, columns = (make_blocks(x, epsilon, block) for x in (p, p.swapped()))
-        return cls(rows, columns, log_target)
+        cut = functools.partial(make_blocks, epsilon=epsilon, plain=plain, block=block)
+        return cls(cut(p), cut(p.swapped()), log_target)
 
 
 def flash(rows: Blocks, column: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -135,9 +176,10 @@ def flash(rows: Blocks, column: jax.Array, values: jax.Array) -> tuple[jax.Array
     ``kernel`` is the log kernel of the problems, ``column (..., M)`` a log scaling. Rows that are
     masked everywhere give 0, and 0.
     """
+    values = rows.weights(column)[..., None] * values if rows.plain else values
 
     def attend(kernel):
-        mass, total, peak, _ = ctransform.closure_masses(kernel, column, -1)
+        mass, total, peak = rows.masses(kernel, column)
         out = ctransform.mixture(mass, values, rows.problem.precision) / total
         return None, (out, jnp.log(total) + peak)
 
@@ -149,38 +191,38 @@ def log_sum_exp(rows: Blocks, column: jax.Array) -> jax.Array:
     """The second result of ``flash``."""
 
     def lse(kernel):
-        _, total, peak, _ = ctransform.closure_masses(kernel, column, -1)
+        _, total, peak = rows.masses(kernel, column)
         return None, jnp.log(total) + peak
 
     return rows.sums(lse)[1][..., 0]
 
 
-def _from_column(s: Sides, start: jax.Array, num_steps: int) -> jax.Array:
-    """``A v`` after closures from the log column scaling ``start``."""
-    values = s.rows.problem.v
-    assert values is not None
-    if num_steps == 1:
-        return flash(s.rows, start, values)[0]
-    pairs, ends_on_rows = (num_steps - 1) // 2, num_steps % 2 == 1
+def _closed(
+    s: Sides, start: jax.Array, closures: Closures, step: Callable[[Sides, jax.Array], Step]
+) -> tuple[jax.Array, jax.Array]:
+    """``A v`` after the closures, with ``step`` for a row and a column closure; and its trust."""
+    column, num_steps = start, closures.num_steps
+    if closures.side == "query":
+        column = s.log_target - log_sum_exp(s.columns, start)
+        num_steps -= 1
+        if num_steps == 0:
+            return _column_closed(s, start, column), jnp.bool_(True)
 
-    def fast():
-        before, ok = _repeat(row_and_column_by_sums, s, start, pairs)
-        if ends_on_rows:
-            return flash(s.rows, before, values)[0], ok
-        last, last_ok = jax.checkpoint(lambda column: row_and_column_by_sums(s, column))(before)
-        factor = jnp.exp(last - before)[..., None]
-        return flash(s.rows, before, factor * values)[0], ok & last_ok
+    # Without it reverse mode would save the kernel's blocks, which are the same in every pass.
+    once = jax.checkpoint(lambda column: step(s, column))
 
-    @jax.checkpoint
-    def robust():
-        before, _ = _repeat(row_and_column_by_flash, s, start, pairs)
-        if ends_on_rows:
-            return flash(s.rows, before, values)[0]
-        row = -log_sum_exp(s.rows, before)
-        return _column_closed(s, row, s.log_target - log_sum_exp(s.columns, row))
+    def update(_, state):
+        column, ok = state
+        after = once(column)
+        return after.column, ok & after.ok
 
-    out, ok = fast()
-    return jax.lax.cond(matrix_scaling.shared_across_vmap(ok), lambda: out, robust)
+    state = column, jnp.all(jnp.isfinite(column))
+    column, ok = jax.lax.fori_loop(0, (num_steps - 1) // 2, update, state)
+    if num_steps % 2:
+        assert s.rows.problem.v is not None
+        return flash(s.rows, column, s.rows.problem.v)[0], ok
+    last = step(s, column)
+    return _column_closed(s, last.row, last.column), ok & last.ok
 
 
 def _column_closed(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
@@ -190,35 +232,37 @@ def _column_closed(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
     return jnp.exp(row + lse)[..., None] * out
 
 
-def _repeat(step: Callable, s: Sides, column: jax.Array, times: int) -> tuple[jax.Array, jax.Array]:
-    """The log column scaling after ``times`` steps, and whether all of them can be trusted."""
-    # Without it reverse mode would save the blocks, which never change, at every step.
-    once = jax.checkpoint(lambda column: step(s, column))
+class Step(NamedTuple):
+    """The log scalings after a row and a column closure, and whether to trust them."""
 
-    def update(_, state):
-        column, ok = state
-        column, step_ok = once(column)
-        return column, ok & step_ok
-
-    return jax.lax.fori_loop(0, times, update, (column, jnp.all(jnp.isfinite(column))))
+    row: jax.Array
+    column: jax.Array
+    ok: jax.Array
 
 
-def row_and_column_by_sums(s: Sides, column: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The log column scaling after a row and a column closure, in one sweep; and its trust."""
+def row_and_column(s: Sides, column: jax.Array) -> Step:
+    """A row and a column closure in one sweep, from a log column scaling."""
+    rows = s.rows
 
-    def column_sums(kernel):
-        mass, total, _, _ = ctransform.closure_masses(kernel, column, -1)
-        weights = jnp.squeeze(1 / total, -1)
-        return jnp.einsum("...nm,...n->...m", mass, weights, precision="highest"), None
+    def sums_and_lse(kernel):
+        mass, total, peak = rows.masses(kernel, column)
+        inverse = jnp.squeeze(1 / total, -1)
+        sums = jnp.einsum("...nm,...n->...m", mass, inverse, precision="highest")
+        return sums, jnp.log(total) + peak
 
-    sums, _ = s.rows.sums(column_sums)
-    active = s.rows.problem.active("key")
-    ok = jnp.all((sums > matrix_scaling.FLOOR) | ~active)
-    sums = jnp.maximum(jnp.where(active, sums, jnp.ones_like(sums)), matrix_scaling.FLOOR)
-    return column + s.log_target - jnp.log(sums), ok
+    sums, lse = rows.sums(sums_and_lse)
+    active = rows.problem.active("key")
+    floor = jnp.asarray(matrix_scaling.FLOOR, sums.dtype)
+    safe = jnp.maximum(jnp.where(active, sums, jnp.ones_like(sums)), floor)
+    after = s.log_target - jnp.log(safe)
+    if rows.plain:
+        ok = jnp.abs(after) < RANGE
+    else:
+        after, ok = column + after, sums > floor
+    return Step(-lse[..., 0], after, jnp.all(ok | ~active))
 
 
-def row_and_column_by_flash(s: Sides, column: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As ``row_and_column_by_sums``, in two sweeps; it can always be trusted."""
+def row_and_column_by_flash(s: Sides, column: jax.Array) -> Step:
+    """As ``row_and_column``, in two sweeps; the result can always be trusted."""
     row = -log_sum_exp(s.rows, column)
-    return s.log_target - log_sum_exp(s.columns, row), jnp.bool_(True)
+    return Step(row, s.log_target - log_sum_exp(s.columns, row), jnp.bool_(True))
