@@ -50,21 +50,21 @@ class Blocks(NamedTuple):
     epsilon: float
     plain: bool
 
-    def sums(self, function: Callable[[jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
+    def sums(
+        self, function: Callable[[jax.Array], tuple[Any, Any]], zero: Any = None
+    ) -> tuple[Any, Any]:
         """Two trees of ``function(log kernel of a block)``.
 
-        The first is added up over the blocks. The second is joined, from ``(..., B, c)`` to
-        ``(..., N, c)``.
+        The first is added up over the blocks, from ``zero``. The second is joined, from
+        ``(..., B, c)`` to ``(..., N, c)``.
         """
         on_block = jax.checkpoint(lambda block: function(self._kernel(*block)))
-        like, _ = jax.eval_shape(on_block, jax.tree.map(lambda a: a[0], self.scanned))
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
 
         def add(carry, block):
             part, rows = on_block(block)
             return jax.tree.map(jnp.add, carry, part), rows
 
-        total, rows = jax.lax.scan(add, zeros, self.scanned)
+        total, rows = jax.lax.scan(add, zero, self.scanned)
         return total, jax.tree.map(lambda a: _joined(a, self.problem.q.shape[-2]), rows)
 
     def masses(
@@ -250,7 +250,7 @@ def row_and_column(s: Sides, column: jax.Array) -> Step:
         sums = jnp.einsum("...nm,...n->...m", mass, inverse, precision="highest")
         return sums, jnp.log(total) + peak
 
-    sums, lse = rows.sums(sums_and_lse)
+    sums, lse = rows.sums(sums_and_lse, jnp.zeros_like(column))
     active = rows.problem.active("key")
     floor = jnp.asarray(matrix_scaling.FLOOR, sums.dtype)
     safe = jnp.maximum(jnp.where(active, sums, jnp.ones_like(sums)), floor)
