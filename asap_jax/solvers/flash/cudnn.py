@@ -14,11 +14,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from asap_jax.solvers.flash import fold, platform
+from asap_jax.solvers.flash import fold, padding, platform
 from asap_jax.solvers.flash.facts import Facts
 from asap_jax.solvers.flash.kernel import Kernel
 
 DTYPES = ("bfloat16", "float16")
+MULTIPLE = 2
+"""JAX refuses the gradient of odd lengths."""
 WIDEST = 128
 """Most channels before Hopper (compute capability 9.0)."""
 WIDEST_HOPPER = 256
@@ -28,13 +30,15 @@ def kernel(implementation: Literal["cudnn", "xla"] = "cudnn") -> Kernel:
     """The kernel by an implementation of ``jax.nn.dot_product_attention``."""
 
     def attend(q, k, v, key_bias):
-        folded, channels = fold.fold(q, k, key_bias), v.shape[-1]
-        wide = _width(q.shape[-1], channels)
+        count, channels = q.shape[-2], v.shape[-1]
+        q, k, v, key_bias = padding.pad(q, k, v, key_bias, MULTIPLE)
+        folded, wide = fold.fold(q, k, key_bias), _width(q.shape[-1], channels)
         arrays = (fold.widen(x, wide) for x in (folded.q, folded.k, v))
         out = jax.nn.dot_product_attention(
             *map(_batched, arrays), scale=1.0, implementation=implementation
         )
-        return jnp.swapaxes(out, 1, 2).reshape(*q.shape[:-1], wide)[..., :channels]
+        out = jnp.swapaxes(out, 1, 2).reshape(*q.shape[:-1], wide)
+        return out[..., :count, :channels]
 
     return Kernel(attend)
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from asap_jax.solvers.flash import fold, platform
+from asap_jax.solvers.flash import fold, padding, platform
 from asap_jax.solvers.flash.facts import Facts
-from asap_jax.solvers.flash.kernel import MASKED, Kernel
+from asap_jax.solvers.flash.kernel import Kernel
 
 DTYPES = ("bfloat16", "float32")
 LANES = 128
@@ -60,20 +60,10 @@ class _Operands(NamedTuple):
 
 
 def _operands(q, k, v, key_bias) -> _Operands:
-    key_bias = jnp.broadcast_to(key_bias, k.shape[:-1])
-    k, v = _padded(k), _padded(v)
-    extra = k.shape[-2] - key_bias.shape[-1]
-    key_bias = jnp.pad(
-        key_bias, [(0, 0)] * (key_bias.ndim - 1) + [(0, extra)], constant_values=MASKED
-    )
-    folded = fold.fold(_padded(q), k, key_bias)
+    q, k, v, key_bias = padding.pad(q, k, v, key_bias, LANES)
+    folded = fold.fold(q, k, key_bias)
     joined = lambda x: x.reshape(-1, *x.shape[-2:])
-    return _Operands(*map(joined, (folded.q, folded.k, v)), centre=folded.centre)
-
-
-def _padded(x: jax.Array) -> jax.Array:
-    """``x (..., n, c)`` with rows of zeros up to a multiple of ``LANES``."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % LANES), (0, 0)])
+    return _Operands(joined(folded.q), joined(folded.k), joined(v), folded.centre)
 
 
 def _cut(out: jax.Array, q: jax.Array, v: jax.Array) -> jax.Array:
