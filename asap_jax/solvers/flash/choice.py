@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from asap_jax.problem import Problem
-from asap_jax.solvers.closures import Closures
 from asap_jax.solvers.flash import cudnn, platform, splash
 from asap_jax.solvers.flash.facts import Facts, Refusal, unfoldable
 from asap_jax.solvers.flash.kernel import Kernel
@@ -29,13 +28,15 @@ BACKENDS = {
 BY_PLATFORM = {"gpu": "cudnn", "tpu": "splash"}
 
 
-def choose(name: str, p: Problem, closures: Closures) -> str:
-    """The kernel that ``name`` means for these problems: ``"fused"`` or a key of ``BACKENDS``.
+def choose(name: str, p: Problem, calls: int) -> str:
+    """The kernel that ``name``, ``"fused"`` or a key of ``BACKENDS``, means for these problems.
+
+    ``calls`` is the number of attention calls.
 
     Raises:
       ValueError: the kernel cannot compute them; the message says why.
     """
-    facts = Facts.of(p, closures)
+    facts = Facts.of(p, calls)
     reason = unfoldable(p)
     if name == FUSED and reason is None and platform.name() not in BY_PLATFORM:
         reason = f"there is no fused kernel for the platform {platform.name()!r}"

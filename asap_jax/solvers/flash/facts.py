@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from asap_jax.problem import Problem
-from asap_jax.solvers.closures import Closures
 
 
 class Facts(NamedTuple):
@@ -24,25 +23,19 @@ class Facts(NamedTuple):
     value_channels: int
 
     @classmethod
-    def of(cls, p: Problem, closures: Closures) -> Facts:
-        """The facts of the problems of a call; without values, those of values like the keys."""
+    def of(cls, p: Problem, calls: int) -> Facts:
+        """The facts of these problems; without values, those of values like the keys."""
         values = p.k if p.v is None else p.v
-        return cls(num_calls(closures), p.dtype.name, p.k.shape[-1], values.shape[-1])
+        return cls(calls, p.dtype.name, p.k.shape[-1], values.shape[-1])
 
 
 Refusal = Callable[[Facts], str | None]
 """The reason why a kernel cannot compute a call, or None if it can."""
 
 
-def num_calls(closures: Closures) -> int:
-    """The attention calls that the closures and the product with the values take."""
-    ends_on_rows = (closures.side == "key") == (closures.num_steps % 2 == 1)
-    return closures.num_steps + (0 if ends_on_rows else 1)
-
-
 def unfoldable(p: Problem) -> str | None:
     """The reason why mask and bias are not duals of the tokens, or None if they are."""
-    for name, array in (("bias", p.bias), ("mask", p.mask)):
+    for name, array in (("bias", p.bias), ("mask", None if p.whole_tokens else p.mask)):
         if array is not None and 1 not in array.shape[-2:]:
             return (
                 f"{name} of shape {array.shape} has a row for each query and a column for each "

@@ -15,7 +15,6 @@ from asap_jax.problem import Problem
 from asap_jax.solvers import matrix_scaling
 from asap_jax.solvers.closures import AXIS, OTHER, Closures
 from asap_jax.solvers.flash import gradient
-from asap_jax.solvers.flash.facts import num_calls
 from asap_jax.solvers.flash.kernel import MASKED, Kernel
 
 
@@ -77,7 +76,7 @@ def _closed(kernel: Kernel, x: Operands, start: jax.Array, closures: Closures) -
     """``A v`` after the closures, in the dtype of the duals."""
     column, num_steps = start, closures.num_steps
     if kernel.flash is None:
-        assert num_calls(closures) == 1
+        assert closures.num_calls == 1
         return kernel.attend(x.q, x.k, x.v, column).astype(column.dtype)
     lse = gradient.log_sum_exp(kernel.flash)
 
