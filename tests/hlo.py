@@ -1,4 +1,4 @@
-"""What a lowered module holds: the shapes of its arrays."""
+"""Lowered modules as text, and the shapes of the arrays in them."""
 
 import math
 import re
@@ -6,12 +6,13 @@ import re
 import jax
 
 
-def largest_array(function, arguments, platforms):
-    """The shape of the largest array in the module, lowered for these platforms from here."""
+def lowered(function, arguments, platforms):
+    """The modules of a function, one for each platform, lowered on whatever machine this is."""
     traced = jax.jit(function).trace(*arguments)
-    text = traced.lower(lowering_platforms=tuple(platforms)).as_text()
-    shapes = [
-        tuple(int(n) for n in found.split("x")[:-1])
-        for found in set(re.findall(r"tensor<((?:\d+x)+)[a-z]", text))
-    ]
-    return max(shapes, key=math.prod)
+    return [traced.lower(lowering_platforms=(name,)).as_text() for name in platforms]
+
+
+def largest_array(text):
+    """The shape of the module's largest array."""
+    found = set(re.findall(r"tensor<((?:\d+x)+)[a-z]", text))
+    return max((tuple(map(int, sizes.split("x")[:-1])) for sizes in found), key=math.prod)

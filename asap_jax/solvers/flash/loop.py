@@ -56,7 +56,9 @@ def apply(
     x = Operands.of(p, log_target, closures.epsilon)
     if p.bias is not None:
         start = start + _bias_of(p.bias.astype(start.dtype), closures)
-    out = _closed(kernel, x, _masked(start, p.active(closures.side)), closures)
+    active = p.active(closures.side)
+    start = _masked(matrix_scaling.centred_range(start, active), active)
+    out = _closed(kernel, x, start, closures)
     return jnp.where(x.rows[..., None], out, jnp.zeros_like(out)) if x.rows.ndim else out
 
 
