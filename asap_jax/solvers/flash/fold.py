@@ -58,8 +58,8 @@ def widen(x: jax.Array, channels: int) -> jax.Array:
 def parts(bias: jax.Array, dtype) -> list[jax.Array]:
     """``PARTS`` arrays that add up to the bias, each exact in float16 or else in bfloat16.
 
-    The gradient goes through the first. Where float16 is too narrow for a masked bias, the parts
-    are its most negative numbers.
+    The gradient goes through the first. In float16 they leave out what is below its smallest normal
+    number, 6e-5, and a masked bias becomes its most negative numbers.
     """
     narrow = jnp.finfo(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
     largest = float(narrow.max)
