@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from asap_jax.problem import Problem
-from asap_jax.solvers.flash import cudnn, platform, splash
+from asap_jax.solvers.flash import cudnn, mosaic, platform, splash
 from asap_jax.solvers.flash.facts import Facts, Refusal, unfoldable
 from asap_jax.solvers.flash.kernel import Kernel
 
@@ -24,8 +24,10 @@ class Backend(NamedTuple):
 BACKENDS = {
     "cudnn": Backend(cudnn.kernel, cudnn.refusal),
     "splash": Backend(splash.kernel, splash.refusal),
+    "tokamax": Backend(mosaic.kernel, mosaic.refusal),
 }
-BY_PLATFORM = {"gpu": "cudnn", "tpu": "splash"}
+BY_PLATFORM = {"gpu": ("cudnn", "tokamax"), "tpu": ("splash", "splash")}
+"""The kernels of a platform: for layers of one attention call, and of more."""
 
 
 def choose(name: str, p: Problem, calls: int) -> str:
@@ -36,16 +38,22 @@ def choose(name: str, p: Problem, calls: int) -> str:
     Raises:
       ValueError: the kernel cannot compute them; the message says why.
     """
-    facts = Facts.of(p, calls)
-    reason = unfoldable(p)
-    if name == FUSED and reason is None and platform.name() not in BY_PLATFORM:
-        reason = f"there is no fused kernel for the platform {platform.name()!r}"
-    chosen = BY_PLATFORM.get(platform.name(), "") if name == FUSED else name
-    if reason is None:
-        reason = BACKENDS[chosen].refusal(facts)
-    if reason is not None:
+    chosen = _of_platform(calls) if name == FUSED else name
+    reason = unfoldable(p) or _refusal(chosen, Facts.of(p, calls))
+    if chosen is None or reason is not None:
         raise ValueError(
             f"implementation={name!r}: {reason}. implementation='streaming' is also linear in "
             f"memory, and computes every call on every platform"
         )
     return chosen
+
+
+def _of_platform(calls: int) -> str | None:
+    one, more = BY_PLATFORM.get(platform.name(), (None, None))
+    return one if calls == 1 else more
+
+
+def _refusal(name: str | None, facts: Facts) -> str | None:
+    if name is None:
+        return f"there is no fused kernel for the platform {platform.name()!r}"
+    return BACKENDS[name].refusal(facts)

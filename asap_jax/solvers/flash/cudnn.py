@@ -8,13 +8,11 @@ Tested on CPUs with the same function on XLA, and lowered for CUDA. It has not r
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
-from asap_jax.solvers.flash import fold, padding, platform
+from asap_jax.solvers.flash import fold, layout, padding, platform
 from asap_jax.solvers.flash.facts import Facts
 from asap_jax.solvers.flash.kernel import Kernel
 
@@ -35,10 +33,9 @@ def kernel(implementation: Literal["cudnn", "xla"] = "cudnn") -> Kernel:
         folded, wide = fold.fold(q, k, key_bias), _width(q.shape[-1], channels)
         arrays = (fold.widen(x, wide) for x in (folded.q, folded.k, v))
         out = jax.nn.dot_product_attention(
-            *map(_batched, arrays), scale=1.0, implementation=implementation
+            *map(layout.batched, arrays), scale=1.0, implementation=implementation
         )
-        out = jnp.swapaxes(out, 1, 2).reshape(*q.shape[:-1], wide)
-        return out[..., :count, :channels]
+        return layout.per_head(out, q.shape[:-2])[..., :count, :channels]
 
     return Kernel(attend)
 
@@ -46,13 +43,6 @@ def kernel(implementation: Literal["cudnn", "xla"] = "cudnn") -> Kernel:
 def _width(channels: int, value_channels: int) -> int:
     """The channels of all arrays, which the public function wants to be as many."""
     return max(fold.width(channels), fold.width(value_channels - fold.PARTS))
-
-
-def _batched(x: jax.Array) -> jax.Array:
-    """``(..., H, N, c)`` as ``(B, N, H, c)``."""
-    lead = x.shape[:-2]
-    heads = lead[-1] if lead else 1
-    return jnp.swapaxes(x.reshape(math.prod(lead[:-1]), heads, *x.shape[-2:]), 1, 2)
 
 
 def refusal(facts: Facts) -> str | None:

@@ -1,6 +1,7 @@
 """What fused kernels are asked for by name, and what they refuse."""
 
 import functools
+import sys
 
 import chex
 import jax
@@ -48,7 +49,9 @@ def test_auto_takes_no_fused_kernel(pretend):
         (("cpu",), "cudnn", {}, 1, "needs a CUDA device, the platform is 'cpu'"),
         (("cpu",), "splash", {}, 1, "needs a TPU, the platform is 'cpu'"),
         (("gpu",), "fused", {}, 1, "needs a CUDA device, the platform is 'gpu'"),
-        (CUDA, "fused", {}, 2, "one attention call.*this one takes 2"),
+        (CUDA, "cudnn", {}, 2, "one attention call.*this one takes 2"),
+        (CUDA, "tokamax", {"dtype": "float32"}, 2, "bfloat16 or float16, the inputs are float32"),
+        (("gpu", (8, 0)), "fused", {}, 2, "compute capability 9 or 10, the device has 8.0"),
         (CUDA, "cudnn", {"dtype": "float32"}, 1, "bfloat16 or float16, the inputs are float32"),
         (CUDA, "cudnn", {"dim": 254}, 1, "at most 256 channels.*head_dim=254.*need 264"),
         (("gpu", (8, 0)), "cudnn", {"dim": 126}, 1, "at most 128 channels.*need 136"),
@@ -59,6 +62,13 @@ def test_a_kernel_that_cannot_run_says_why(pretend, device, name, arrays, calls,
     pretend(*device)
     with pytest.raises(ValueError, match=match):
         chosen(inputs(**arrays), calls=calls, implementation=name)
+
+
+def test_more_calls_on_cuda_need_the_extra(pretend, monkeypatch):
+    pretend(*CUDA)
+    monkeypatch.setitem(sys.modules, "tokamax", None)  # as if it were not installed
+    with pytest.raises(ValueError, match=r"extra asap_jax\[fused\].*'streaming'"):
+        chosen(inputs(), calls=2)
 
 
 @pytest.mark.parametrize("argument", ["bias", "mask"])

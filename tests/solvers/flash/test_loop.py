@@ -11,7 +11,7 @@ import pytest
 
 from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import Closures
-from asap_jax.solvers.flash import cudnn, gradient, loop, reference, splash
+from asap_jax.solvers.flash import cudnn, gradient, loop, mosaic, reference, splash
 from asap_jax.solvers.flash.kernel import Kernel
 
 BATCH, HEADS, QUERIES, KEYS, DIM, VALUES = 2, 2, 11, 7, 4, 5
@@ -135,6 +135,26 @@ def test_kernels_are_as_accurate_as_their_dtype(
     assert relative(out, exact_out) < out_error
     for found, expected in zip(grads, exact, strict=True):
         assert relative(found, expected) < error
+
+
+@pytest.mark.parametrize(("side", "num_steps"), [("key", 1), ("key", 2), ("query", 2)])
+def test_tokamax_means_by_residuals_what_the_kernel_takes_them_for(
+    rng, x64, monkeypatch, side, num_steps
+):
+    """With Tokamax's operator for CPUs, of the same signature, in place of that for CUDA."""
+    base = pytest.importorskip("tokamax._src.ops.attention.base")
+    monkeypatch.setattr(mosaic, "operator", base.DotProductAttention)
+    arguments, mixing = inputs(rng, side, "float32", queries=140, keys=130)
+    mask = jnp.asarray(problems.key_padding([130, 121], 130))
+    closures = Closures(side, num_steps, 0.7)
+    kernel = mosaic.kernel()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        out, grads = results(
+            functools.partial(loop.apply, kernel), arguments, mixing, mask, closures
+        )
+    exact_out, exact = results(log_domain.apply, arguments, mixing, mask, closures, dtype="float64")
+    assert relative(out, exact_out) < 2e-6
+    assert all(relative(*pair) < 2e-6 for pair in zip(grads, exact, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

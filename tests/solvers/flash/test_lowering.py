@@ -1,7 +1,9 @@
 """What is in the programs: no array of N x M entries, and the kernels that were asked for."""
 
 import functools
+import importlib
 import math
+import types
 
 import hlo
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import asap_jax as aj
+from asap_jax.solvers.flash import mosaic
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 1003, 1401, 8
 SHAPES = {
@@ -69,6 +72,35 @@ def test_fused_kernels_hold_no_array_of_all_scores(pretend, platform, masked):
     for text in lowered(attend, MASKED[masked], (platform,), jnp.bfloat16):
         assert_no_square(text)
         assert {"cuda": "__cudnn$fmhaSoftmax", "tpu": "tpu_custom_call"}[platform] in text
+
+
+@pytest.fixture
+def tokamax(pretend, monkeypatch):
+    """Tokamax's operator, as if on a Hopper GPU; without jax-triton by its private name."""
+    package = pytest.importorskip("tokamax")
+    backend = pytest.importorskip("jax.extend.backend")
+    hopper = types.SimpleNamespace(
+        platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100", core_count=132
+    )
+    monkeypatch.setattr(backend, "get_default_device", lambda: hopper)
+    try:
+        mosaic.operator()
+    except ImportError:
+        private = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu")
+        monkeypatch.setattr(mosaic, "operator", private.PallasMosaicGpuFlashAttention)
+    pretend("gpu", (9, 0))
+    return package
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "masked"), [(1, "nothing"), (2, "queries as mask, keys as bias"), (5, "nothing")]
+)
+def test_tokamax_lowers_for_any_number_of_closures(tokamax, num_steps, masked):
+    attend = sinkhorn(num_steps, implementation="tokamax" if num_steps == 1 else "fused")
+    with tokamax.config.cross_compile(True), jax.numpy_dtype_promotion("standard"):
+        for text in lowered(attend, MASKED[masked], ("cuda",), jnp.bfloat16):
+            assert_no_square(text)
+            assert "mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(("num_steps", "calls"), [(2, 3), (5, 3)])
