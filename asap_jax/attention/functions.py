@@ -40,10 +40,11 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
         falls back to the log domain if the result cannot be trusted; ``"streaming"`` works tile by
         tile, with memory linear in the length; ``"auto"`` is ``"scaling"``, or ``"streaming"`` if
         the kernel is too large to store. ``"fused"`` takes the attention kernel of the platform:
-        ``"cudnn"`` on CUDA for layers of one call in bfloat16 or float16, ``"splash"`` on TPUs. It
-        computes in the dtype of the inputs, and takes masks and biases of the keys,
-        ``(..., heads, 1, M)``, or of the queries, ``(..., heads, N, 1)``. It has not run on a card
-        yet. ``chosen_implementation`` says what a call takes.
+        on CUDA ``"cudnn"`` for layers of one call and ``"tokamax"`` for others (the extra
+        ``asap_jax[fused]``), in bfloat16 or float16; ``"splash"`` on TPUs. It computes in the dtype
+        of the inputs, and takes masks and biases of the keys, ``(..., heads, 1, M)``, or of the
+        queries, ``(..., heads, N, 1)``. It has not run on a card yet. ``chosen_implementation``
+        says what a call takes.
       return_weights: static; also return the weights ``(..., heads, N, M)``.
       dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
         weights; it breaks the marginals.
@@ -57,7 +58,8 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
       key give exactly 0.
 
     Raises:
-      ValueError, TypeError: at trace time; the message names the argument and both shapes.
+      ValueError, TypeError: at trace time; the message names the argument and both shapes. A fused
+        kernel that cannot compute the call.
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     checks.one_of("implementation", implementation, registry.NAMES)
