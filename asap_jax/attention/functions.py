@@ -49,7 +49,8 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
       dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
         weights; it breaks the marginals.
       dtype: dtype of the inputs and the output; computations are in float32 at least.
-      precision: matmul precision of the scores and of the product with the values.
+      precision: matmul precision of the scores and of the product with the values; fused kernels
+        have their own.
       module: a Flax module to sow the weights into.
       is_causal, qk_attn_weights_einsum, attn_weights_value_einsum: not supported, ValueError.
 
