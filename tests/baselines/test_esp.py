@@ -223,18 +223,18 @@ def spellings(valid):
     size = valid.shape[-1]
     key_only = valid[:, None, None, :]
     both = valid[:, None, :, None] & key_only
-    additive = jnp.where(jnp.asarray(key_only), 0.0, -1e9)
+    additive = jnp.where(problems.array(key_only), 0.0, -1e9)
     return {
-        "key only": (jnp.asarray(key_only), None),
+        "key only": (problems.array(key_only), None),
         "numpy": (key_only, None),
-        "int": (jnp.asarray(key_only, jnp.int32), None),
-        "float": (jnp.asarray(key_only, jnp.float32), None),
+        "int": (problems.array(key_only, jnp.int32), None),
+        "float": (problems.array(key_only, jnp.float32), None),
         "per head": (jnp.broadcast_to(key_only, (*valid.shape[:1], 3, 1, size)), None),
-        "tokens": (jnp.asarray(both), None),
-        "flax": (nn.make_attention_mask(jnp.asarray(valid), jnp.asarray(valid)), None),
+        "tokens": (problems.array(both), None),
+        "flax": (nn.make_attention_mask(problems.array(valid), problems.array(valid)), None),
         "bias": (None, additive),
-        "-inf": (None, jnp.where(jnp.asarray(both), 0.0, -jnp.inf)),
-        "mask and bias": (jnp.asarray(valid[:, None, :, None]), additive),
+        "-inf": (None, jnp.where(problems.array(both), 0.0, -jnp.inf)),
+        "mask and bias": (problems.array(valid[:, None, :, None]), additive),
     }
 
 
@@ -264,7 +264,7 @@ def test_padding_works_with_any_directions(rng, x64, mode):
     q, k, v = inputs(rng, dtype="float64")
     valid = lengths_to_valid([6, 3], 7)
     directions = problems.normal(rng, 5, 4, dtype="float64")
-    mask = jnp.asarray(valid[:, None, None])
+    mask = problems.array(valid[:, None, None])
     _, weights = attention(
         q, k, v, mask=mask, mode=mode, directions=directions, return_weights=True
     )
@@ -281,7 +281,7 @@ def test_cross_attention_keeps_every_query_and_joins_quantiles(rng, x64, mode):
             q,
             k,
             v,
-            mask=jnp.asarray(key_valid[:, None, None]),
+            mask=problems.array(key_valid[:, None, None]),
             mode=mode,
             padding="none",
             temperature=0.01,
@@ -294,7 +294,7 @@ def test_cross_attention_keeps_every_query_and_joins_quantiles(rng, x64, mode):
 def test_exact_matching_needs_equal_counts_not_equal_lengths(rng):
     q, k, v = inputs(rng, 7, keys=5)
     query_valid, key_valid = lengths_to_valid([5, 3], 7), lengths_to_valid([5, 3], 5)
-    mask = jnp.asarray(query_valid[:, None, :, None] & key_valid[:, None, None, :])
+    mask = problems.array(query_valid[:, None, :, None] & key_valid[:, None, None, :])
     _, weights = esp_attention(q, k, v, mask=mask, mode="hard", return_weights=True)
     settings = {"mode": "hard", "query_valid": query_valid, "key_valid": key_valid}
     np.testing.assert_allclose(weights, layer(q, k, v, **settings)[1], rtol=0, atol=1e-6)
@@ -317,7 +317,7 @@ def test_a_mask_of_single_pairs_is_refused_with_the_reason(rng, mode):
 def test_a_traced_mask_of_single_pairs_stays_finite_and_is_zero_where_masked(rng, mode):
     q, k, v = inputs(rng)
     mask = np.tril(np.ones((7, 7), bool))[None, None]
-    _, weights = attention(q, k, v, mask=jnp.asarray(mask), mode=mode, return_weights=True)
+    _, weights = attention(q, k, v, mask=problems.array(mask), mode=mode, return_weights=True)
     whole = attention(q, k, v, mode=mode, return_weights=True)[1]
     chex.assert_trees_all_close(weights, jnp.where(mask, whole, 0), atol=1e-6)
 
@@ -337,7 +337,7 @@ def test_a_bias_that_does_more_than_mask_is_refused(rng):
 @pytest.mark.parametrize("case", ["square", "cross", "masked", "directions"])
 def test_gradients_match_finite_differences(rng, x64, case, implementation):
     q, k, v = inputs(rng, keys=5 if case == "cross" else 7, dtype="float64")
-    mask = jnp.asarray(lengths_to_valid([7, 4], 7)[:, None, None]) if case == "masked" else None
+    mask = problems.array(lengths_to_valid([7, 4], 7)[:, None, None]) if case == "masked" else None
     bank = problems.normal(rng, 5, 4, dtype="float64") if case == "directions" else None
     mixing = problems.normal(rng, 2, 7, 3, 4, dtype="float64")
 
@@ -418,7 +418,7 @@ def test_temperatures_may_be_traced_and_compile_once(rng):
         chex.assert_trees_all_close(
             function(q, k, v, jnp.float32(tau)), attention(q, k, v, temperature=tau), atol=1e-6
         )
-    many = jax.vmap(lambda tau: attention(q, k, v, temperature=tau))(jnp.asarray([0.5, 1e-3]))
+    many = jax.vmap(lambda tau: attention(q, k, v, temperature=tau))(problems.array([0.5, 1e-3]))
     chex.assert_trees_all_close(many[1], attention(q, k, v, temperature=1e-3), atol=1e-6)
 
 
@@ -464,7 +464,7 @@ def test_memory_does_not_grow_with_the_number_of_slices(rng):
 
 def sequences(rng):
     """Two token sequences of lengths 6 and 4, and their mask as Flax makes it."""
-    valid = jnp.asarray(lengths_to_valid([6, 4], 6), jnp.float32)
+    valid = problems.array(lengths_to_valid([6, 4], 6), jnp.float32)
     return problems.normal(rng, 2, 6, 12), nn.make_attention_mask(valid, valid)
 
 
@@ -578,7 +578,7 @@ def test_exact_matching_of_different_numbers_is_refused_with_the_reason(rng):
     with pytest.raises(ValueError, match="one to one"):
         attention(q, k, v, mode="hard")
     q, k, v = inputs(rng)
-    mask = jnp.asarray(lengths_to_valid([7, 4], 7)[:, None, None])
+    mask = problems.array(lengths_to_valid([7, 4], 7)[:, None, None])
     with pytest.raises(ValueError, match="7 active queries and 4 active keys"):
         esp_attention(q, k, v, mask=mask, mode="hard", padding="none")
 

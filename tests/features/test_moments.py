@@ -62,7 +62,7 @@ def test_leaving_out_absolute_features_does_not_change_the_others(rng):
 def test_moments_use_active_tokens_and_give_features_of_all_tokens(rng, x64):
     q, k = problems.per_head(rng, dtype="float64")
     query_valid, key_valid = validities(rng)
-    x = features(FAMILY, q, k, jnp.asarray(query_valid), jnp.asarray(key_valid))
+    x = features(FAMILY, q, k, problems.array(query_valid), problems.array(key_valid))
     loop = expected(q, k, query_valid, key_valid)
     np.testing.assert_allclose(x, loop, rtol=0, atol=1e-12)
     assert np.abs(loop[:, 0][~query_valid[:, 0]]).max() > 0.1
@@ -70,7 +70,7 @@ def test_moments_use_active_tokens_and_give_features_of_all_tokens(rng, x64):
 
 def test_values_of_masked_tokens_do_not_change_active_tokens(rng):
     q, k = problems.per_head(rng)
-    query_valid, key_valid = map(jnp.asarray, validities(rng))
+    query_valid, key_valid = map(problems.array, validities(rng))
     spoil = lambda x, valid: jnp.where(valid[..., None], x, jnp.nan)
     keep = lambda x: jnp.where(query_valid[..., None], x, jnp.zeros_like(x))
     spoilt = features(FAMILY, spoil(q, query_valid), spoil(k, key_valid), query_valid, key_valid)
@@ -86,7 +86,7 @@ def test_features_are_finite_without_an_active_token(rng):
 @pytest.mark.parametrize("offset", [10.0, 1e3])
 def test_a_common_offset_changes_nothing_but_the_absolute_features(rng, offset):
     q, k = problems.per_head(rng, queries=64, keys=64)
-    shift = jnp.asarray(offset * np.sign(rng.normal(size=(1, 1, 1, 4))), jnp.float32)
+    shift = problems.array(offset * np.sign(rng.normal(size=(1, 1, 1, 4))), jnp.float32)
     plain = expected(q, k)[..., :10]
     moved = features(SHAPED, q + shift, k + shift)
     size = np.sqrt(np.mean(plain**2, axis=(0, 1, 2)))
@@ -103,7 +103,7 @@ def test_the_folded_forms_equal_the_features(rng, dtype, family, per_head, maske
     q, k = problems.per_head(rng, dtype=dtype)
     count = family.num_features(4)
     w = problems.normal(rng, *((3, count) if per_head else (count,)), dtype=dtype)
-    valid = tuple(map(jnp.asarray, validities(rng))) if masked else (None, None)
+    valid = tuple(map(problems.array, validities(rng))) if masked else (None, None)
     x = features(family, q, k, *valid)
     direct = np.einsum("bhnf,hf->bhn", x, np.broadcast_to(w, (3, count)))
     folded = np.asarray(jax.jit(lambda w: family.linear(w, check_tokens(q, k, None, *valid)))(w))

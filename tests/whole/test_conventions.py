@@ -69,7 +69,7 @@ def test_convention_scores(rng):
         layer_q,
         layer_k,
         layer_k,
-        jnp.asarray(bias),
+        problems.array(bias),
         spec=aj.SinkhornSpec(num_steps=4),
         return_weights=True,
     )
@@ -116,10 +116,10 @@ def test_convention_key_target(rng):
     mask = np.ones((2, 1, 6, 6), bool)
     mask[0, ..., 4:] = False  # six queries, four keys
     mask[1, 0, 4:, :] = False  # four queries, six keys
-    active = jnp.asarray(mask.any(-2))
-    balanced = teacher(s, jnp.asarray(mask), num_steps=4).sum(-2)
-    unit = teacher(s, jnp.asarray(mask), num_steps=4, key_mass="unit").sum(-2)
-    target = jnp.asarray([6 / 4, 4 / 6], jnp.float32)[:, None, None]
+    active = problems.array(mask.any(-2))
+    balanced = teacher(s, problems.array(mask), num_steps=4).sum(-2)
+    unit = teacher(s, problems.array(mask), num_steps=4, key_mass="unit").sum(-2)
+    target = problems.array([6 / 4, 4 / 6], jnp.float32)[:, None, None]
     chex.assert_trees_all_close(balanced, jnp.where(active, target, 0.0), atol=1e-5)
     chex.assert_trees_all_close(unit, jnp.where(active, 1.0, 0.0), atol=1e-5)
     assert aj.SinkhornSpec().key_mass == "balanced"
@@ -127,7 +127,7 @@ def test_convention_key_target(rng):
         teacher(s, num_steps=4), teacher(s, num_steps=4, key_mass="unit"), atol=1e-6
     )
     # Both marginals can hold under the balanced target.
-    both = teacher(s, jnp.asarray(mask), num_steps=201)
+    both = teacher(s, problems.array(mask), num_steps=201)
     np.testing.assert_allclose(both.sum(-2), balanced, atol=1e-4)
     np.testing.assert_allclose(both.sum(-1), mask.any(-1), atol=1e-5)
 
@@ -171,7 +171,7 @@ def test_convention_coordinates(rng, x64):
     shift = reference.query_shift(problems.heads_first(q))[0, 0]
     dual = reference.source_dual(s[0, 0], num_steps=4)
     predictor = aj.Predictor(
-        directions=BANK, coefficients=jnp.zeros(4), token_bias=jnp.asarray(dual + shift)
+        directions=BANK, coefficients=jnp.zeros(4), token_bias=problems.array(dual + shift)
     )
     # What a predictor answers is a centred dual in cost coordinates ...
     answer = aj.predict(predictor, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2))
@@ -238,23 +238,23 @@ def test_convention_masks(rng):
     mask = problems.random_mask(rng, 2, 1, 6, 6)
     mask[0, 0, 2] = mask[0, 0, :, 4] = False
     mask[1] = False
-    out, weights = sinkhorn(q, k, v, mask=jnp.asarray(mask), spec=spec, return_weights=True)
+    out, weights = sinkhorn(q, k, v, mask=problems.array(mask), spec=spec, return_weights=True)
     assert (np.asarray(weights)[~np.broadcast_to(mask, weights.shape)] == 0).all()
     # A query with no key and an example with no token give exactly zero.
     assert (np.asarray(out)[0, 2] == 0).all()
     assert (np.asarray(out)[1] == 0).all()
     # 0/1 in float32, as Flax passes it, is the same mask; other ranks are refused.
-    floats = sinkhorn(q, k, v, mask=jnp.asarray(mask, jnp.float32), spec=spec)
+    floats = sinkhorn(q, k, v, mask=problems.array(mask, jnp.float32), spec=spec)
     chex.assert_trees_all_close(floats, out, atol=1e-6)
     with pytest.raises(ValueError, match=r"\(2, 6\).*\(2, 3, 6, 6\)"):
         aj.sinkhorn_attention(q, k, v, mask=jnp.ones((2, 6), bool), spec=spec)
     # What sits in a masked slot never reaches an active token.
     dirty = [x.at[0, 4].set(jnp.nan) for x in (k, v)]
     query = q.at[0, 2].set(jnp.inf)
-    same = sinkhorn(query, *dirty, mask=jnp.asarray(mask, jnp.float32), spec=spec)
+    same = sinkhorn(query, *dirty, mask=problems.array(mask, jnp.float32), spec=spec)
     chex.assert_trees_all_equal(same, floats)
     # Duals of inactive slots are 0.
-    duals = duals_of(problems.uniform_scores(rng, 2, 3, 6, 6), spec=spec, mask=jnp.asarray(mask))
+    duals = duals_of(problems.uniform_scores(rng, 2, 3, 6, 6), spec=spec, mask=problems.array(mask))
     assert (duals.query[0, :, 2] == 0).all()
     assert (duals.key[0, :, 4] == 0).all()
     assert (duals.source[1] == 0).all()
@@ -268,8 +268,8 @@ def test_convention_masks(rng):
 def test_convention_two_validities(rng):
     q, k, v = problems.attention_inputs(rng, queries=6, keys=6)
     valid = np.arange(6) < np.array([[6], [4]])
-    key_only = jnp.asarray(valid[:, None, None, :])
-    tokens = nn.make_attention_mask(*2 * [jnp.asarray(valid, jnp.float32)])
+    key_only = problems.array(valid[:, None, None, :])
+    tokens = nn.make_attention_mask(*2 * [problems.array(valid, jnp.float32)])
     spec = aj.SinkhornSpec(num_steps=5)
     # A key-only mask keeps every query in the closures, a token mask drops padded queries too.
     _, kept = sinkhorn(q, k, v, mask=key_only, spec=spec, return_weights=True)
@@ -322,7 +322,7 @@ def test_convention_two_validities(rng):
 
 def test_convention_padded_queries_under_a_key_only_mask(rng):
     q, k = problems.per_head(rng, queries=6, keys=6)
-    valid = jnp.asarray(np.arange(6) < 4)
+    valid = problems.array(np.arange(6) < 4)
     settings = {"query_valid": valid, "key_valid": valid}
     extended = potentials(q, k, BANK, **settings)
     zero = potentials(q, k, BANK, outside="zero", **settings)
@@ -342,7 +342,7 @@ def test_convention_padded_queries_under_a_key_only_mask(rng):
     key_only = np.asarray(valid)[None, None, None]
     _, weights = compiled(
         *layer,
-        mask=jnp.asarray(key_only),
+        mask=problems.array(key_only),
         predictor=predictor,
         spec=aj.SinkhornSpec(num_steps=4),
         return_weights=True,
@@ -356,7 +356,7 @@ def test_convention_padded_queries_under_a_key_only_mask(rng):
 
 def test_convention_unequal_lengths():
     def potential(a, b, **settings):
-        line = lambda x: jnp.asarray(x, jnp.float32)[:, None]
+        line = lambda x: problems.array(x, jnp.float32)[:, None]
         return potentials(line(a), line(b), jnp.ones((1, 1)), scale=1.0, **settings)[:, 0]
 
     # Three queries at 0, 1, 2 and two keys: slope b_(1) after the first query, b_(2) after the
@@ -367,7 +367,7 @@ def test_convention_unequal_lengths():
     f = potential([0.0, 2.0], [1.0, 5.0, 7.0])
     np.testing.assert_allclose(f, [4.0, -4.0], atol=1e-6)  # phi = 0, 10 and f = 0, 2 - 10
     # Left of the first valid query the slope is b_(1), right of the last b_(M).
-    f = potential([0.0, 1.0, -2.0, 3.0], [1.0, 5.0], query_valid=jnp.asarray([1, 1, 0, 0]) > 0)
+    f = potential([0.0, 1.0, -2.0, 3.0], [1.0, 5.0], query_valid=problems.array([1, 1, 0, 0]) > 0)
     phi = np.array([0.0, 1.0, -2.0, 1.0 + 5.0 * 2.0])
     values = np.array([0.0, 0.5, 2.0, 4.5]) - phi
     np.testing.assert_allclose(f, values - values[:2].mean(), atol=1e-6)
@@ -471,10 +471,10 @@ def test_convention_kl(rng, x64, key_mass):
         )
 
     # J in plan units with half the ridge, summed over examples and heads, up to a constant.
-    data = [jnp.asarray(t) for t in (x, target, s, shift)]
-    settings = {"epsilon": 0.5, "ridge": 0.01, "key_mass": key_mass, "mask": jnp.asarray(mask)}
+    data = [problems.array(t) for t in (x, target, s, shift)]
+    settings = {"epsilon": 0.5, "ridge": 0.01, "key_mass": key_mass, "mask": problems.array(mask)}
     points = rng.normal(size=(3, 4))
-    ours = [float(aj.kl_objective(jnp.asarray(w), *data, **settings)) for w in points]
+    ours = [float(aj.kl_objective(problems.array(w), *data, **settings)) for w in points]
     theirs = [objective(w) for w in points]
     np.testing.assert_allclose(np.diff(ours), np.diff(theirs), rtol=1e-9)
     # The fit is its stationary point, and not worse than least squares.
@@ -482,7 +482,7 @@ def test_convention_kl(rng, x64, key_mass):
     assert fit.converged, fit.reason
     assert fit.num_steps >= 1
     w = np.asarray(fit.coefficients)
-    valid = jnp.asarray(mask.any(-1))
+    valid = problems.array(mask.any(-1))
     least_squares = np.asarray(aj.fit_ls(*data[:2], ridge=0.01, valid=valid).coefficients)
     assert objective(w) <= objective(least_squares)
     for direction in np.eye(4):

@@ -87,7 +87,7 @@ def fit(q, k, mask=None, *, ridge=1e-3):
 @pytest.mark.parametrize(("low", "tolerance"), [("bfloat16", 2e-2)])
 def test_masks_in_half_precision_are_exact_and_finite(rng, name, low, tolerance):
     q, k, v = inputs(rng, dtype=low)
-    mask = jnp.asarray(problems.key_padding([11, 11], LENGTH))
+    mask = problems.array(problems.key_padding([11, 11], LENGTH))
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
@@ -108,10 +108,10 @@ def test_a_large_negative_bias_is_the_same_as_a_mask(rng, name):
     q, k, v = inputs(rng)
     bias = np.zeros((1, 1, 1, LENGTH), np.float32)
     bias[..., 12:] = -np.inf
-    expected = OPERATOR[name](q, k, v, None, jnp.asarray(bias == 0), return_weights=True)
+    expected = OPERATOR[name](q, k, v, None, problems.array(bias == 0), return_weights=True)
     for fill in (-1e9, -1e30, np.finfo(np.float32).min, -np.inf):
         bias[..., 12:] = fill
-        out = OPERATOR[name](q, k, v, jnp.asarray(bias), return_weights=True)
+        out = OPERATOR[name](q, k, v, problems.array(bias), return_weights=True)
         chex.assert_trees_all_close(out, expected, atol=1e-6)
         assert (out[1][..., 12:] == 0).all()
         np.testing.assert_allclose(out[1][..., :12].sum(-2), LENGTH / 12, rtol=1e-5)
@@ -132,7 +132,7 @@ def test_all_forms_of_a_key_mask_give_the_same_result(rng, name):
         "int": full.astype(np.int32),
         "float": key_only.astype(np.float32),
         "flax": nn.make_attention_mask(
-            jnp.ones((BATCH, LENGTH)), jnp.asarray(full[:, 0, 0], jnp.float32)
+            jnp.ones((BATCH, LENGTH)), problems.array(full[:, 0, 0], jnp.float32)
         ),
     }
     if name != "teacher":  # every new shape and dtype is compiled anew
@@ -156,7 +156,7 @@ def test_masks_of_an_unsupported_rank_are_refused_by_shape(rng, name, shape):
 def test_a_mask_that_differs_per_query_is_applied_in_every_closure(rng, name):
     q, k, v = inputs(rng)
     mask = problems.random_mask(rng, BATCH, HEADS, LENGTH, LENGTH)
-    _, weights = OPERATOR[name](q, k, v, None, jnp.asarray(mask), return_weights=True)
+    _, weights = OPERATOR[name](q, k, v, None, problems.array(mask), return_weights=True)
     if name == "teacher":
         _, expected = reference.sinkhorn_layer(q, k, v, mask=mask, num_steps=10)
     else:
@@ -174,7 +174,7 @@ def test_a_mask_that_differs_per_query_is_applied_in_every_closure(rng, name):
 @pytest.mark.parametrize(("queries", "keys", "active"), [(12, 7, 5), (1, 7, 7), (33, 12, 12)])
 def test_different_numbers_of_queries_and_keys_work(rng, name, queries, keys, active):
     q, k, v = inputs(rng, queries=queries, keys=keys)
-    mask = jnp.asarray(problems.key_padding([active, active], keys))
+    mask = problems.array(problems.key_padding([active, active], keys))
     for spec in (ENDS_ON_COLUMNS, ENDS_ON_ROWS):
         out, weights = OPERATOR[name](q, k, v, None, mask, spec=spec, return_weights=True)
         chex.assert_shape(out, (BATCH, queries, HEADS, DIM))
@@ -188,7 +188,7 @@ def test_padding_masked_only_as_key_still_contributes_column_mass(rng):
     q, k, v = inputs(rng, batch=1, queries=10, keys=10)
     _, alone = OPERATOR["teacher"](q, k, v, return_weights=True)
     padded = [jnp.concatenate([x, problems.normal(rng, 1, 7, HEADS, DIM)], 1) for x in (q, k, v)]
-    mask = jnp.asarray(problems.key_padding([10], 17))
+    mask = problems.array(problems.key_padding([10], 17))
     _, together = OPERATOR["teacher"](*padded, None, mask, return_weights=True)
     assert float(jnp.abs(together[:, :, :10, :10] - alone).max()) > 0.01
     # Every query, padded ones too, is in the sums: active columns share 17 units of mass.
@@ -295,7 +295,7 @@ def test_small_entropy_gives_finite_weights_with_exact_sums(rng, epsilon):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_small_teacher_trains_without_diverging(rng, dtype):
     x = problems.normal(rng, 8, LENGTH, 16)
-    y = jnp.asarray(rng.integers(0, 2, size=8))
+    y = problems.array(rng.integers(0, 2, size=8))
     size = {"q": (16, 16), "k": (16, 16), "v": (16, 16)}
     params = [{n: problems.normal(rng, *s, size=0.3) for n, s in size.items()} for _ in range(2)]
     params.append({"out": problems.normal(rng, 16, 2, size=0.3)})
@@ -332,7 +332,7 @@ def test_a_small_teacher_trains_without_diverging(rng, dtype):
 @pytest.mark.parametrize("name", BOTH)
 def test_a_single_active_key_gets_all_the_mass(rng, name):
     q, k, v = inputs(rng)
-    mask = jnp.asarray(np.arange(LENGTH) == 6)[None, None, None]
+    mask = problems.array(np.arange(LENGTH) == 6)[None, None, None]
     out, weights = OPERATOR[name](q, k, v, None, mask, return_weights=True)
     mass = np.asarray(weights.sum(-1))
     expected = np.swapaxes(mass[..., None] * np.asarray(v)[:, 6][:, :, None], 1, 2)
