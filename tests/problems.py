@@ -15,6 +15,11 @@ def array(x, dtype=None):
     return jax.device_put(np.asarray(x, None if dtype is None else jnp.dtype(dtype)))
 
 
+def numpy_results(function):
+    """The function with its results in NumPy: further arithmetic on them compiles nothing."""
+    return lambda *args, **settings: jax.tree.map(np.asarray, function(*args, **settings))
+
+
 def normal(rng, *shape, dtype="float32", size=1.0):
     """Gaussian array, rounded to the dtype before any reference sees it."""
     return array(size * rng.normal(size=shape), dtype)
