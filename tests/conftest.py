@@ -1,5 +1,6 @@
 """Settings of the test session: two devices, strict numerics, repeatable random cases."""
 
+import gc
 import os
 import pathlib
 
@@ -39,6 +40,11 @@ os.environ.update(COMPILED)  # for processes that tests start
 jax.config.update("jax_compilation_cache_dir", COMPILED["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Tracing makes many objects that live long, and looking through all of them for cycles again and
+# again costs 7 % of the suite: what the imports made is left out, and a search waits for more.
+gc.freeze()
+gc.set_threshold(100_000, 20, 20)
 
 # Deadlines measure compilation, and a suite that draws new cases on every run cannot be compared
 # with the run before: the draws are fixed.

@@ -35,7 +35,7 @@ def predictor_of(dual, own, dtype, side):
         directions=jnp.eye(1, own.shape[-1], dtype=dtype),
         coefficients=jnp.zeros(1, dtype),
         side=side,
-        token_bias=jnp.asarray(dual, dtype) + shift,
+        token_bias=problems.array(dual, dtype) + shift,
     )
 
 
@@ -65,7 +65,7 @@ def test_the_exact_dual_gives_the_teacher_continued_to_a_row_step(
 @pytest.mark.parametrize("key_mass", ["balanced", "unit"])
 def test_the_mass_of_padded_text_is_the_teachers(rng, key_mass):
     q, k, v = problems.attention_inputs(rng, queries=7, keys=7)
-    mask = jnp.asarray(problems.key_padding([7, 4], 7))  # padded queries stay in the closures
+    mask = problems.array(problems.key_padding([7, 4], 7))  # padded queries stay in the closures
     spec = aj.SinkhornSpec(num_steps=20, key_mass=key_mass)
     _, teacher = aj.sinkhorn_attention(q, k, v, mask=mask, spec=spec, return_weights=True)
     _, weights = compiled(
@@ -91,7 +91,7 @@ def test_a_row_ending_teacher_has_one_ending(rng):
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_closure_is_the_attention_of_jax_with_a_key_bias(rng, masked):
     q, k, v = problems.attention_inputs(rng)
-    mask = jnp.asarray(problems.key_padding([5, 3], 5)) if masked else None
+    mask = problems.array(problems.key_padding([5, 3], 5)) if masked else None
     predictor, spec = operators.sliced("float32", side="key"), aj.SinkhornSpec(num_steps=4)
     out = compiled(q, k, v, mask=mask, predictor=predictor, spec=spec, closures=1, ending="row")
     p = make_problem(q, k, v, None, mask, scale=None)
@@ -109,7 +109,7 @@ def test_one_closure_is_the_attention_of_jax_with_a_key_bias(rng, masked):
 @pytest.mark.parametrize("implementation", ["log", "scaling", "streaming"])
 def test_implementations_agree_on_a_row_ending_with_row_mass(rng, implementation):
     q, k, v = problems.attention_inputs(rng)
-    mask = jnp.asarray(problems.key_padding([5, 3], 5))
+    mask = problems.array(problems.key_padding([5, 3], 5))
     predictor = row_mass_predictor(rng)
     settings = dict(predictor=predictor, spec=aj.SinkhornSpec(num_steps=4), closures=1)
     run = lambda name: compiled(
@@ -129,7 +129,7 @@ def row_mass_predictor(rng, *, size=0.3):
 
 def test_predicted_row_masses_follow_the_formula(rng, x64):
     q, k, v = problems.attention_inputs(rng, dtype="float64")
-    mask = jnp.asarray(problems.random_mask(rng, 2, 1, 7, 5))
+    mask = problems.array(problems.random_mask(rng, 2, 1, 7, 5))
     family = aj.SlicedPotentials(aj.slice_directions(0, 6, 4).astype(jnp.float64))
     head = aj.predictor.LinearHead(problems.normal(rng, 6, dtype="float64"))
     for key_mass in ("balanced", "unit"):
@@ -147,7 +147,7 @@ def test_predicted_row_masses_follow_the_formula(rng, x64):
 @pytest.mark.parametrize("key_mass", ["balanced", "unit"])
 def test_the_target_of_the_row_mass_is_the_teachers_row_sums(rng, x64, key_mass):
     q, k, v = problems.attention_inputs(rng, queries=7, keys=7, dtype="float64", size=2.0)
-    mask = jnp.asarray(problems.token_padding([7, 4], 7))
+    mask = problems.array(problems.token_padding([7, 4], 7))
     spec = aj.SinkhornSpec(num_steps=4, key_mass=key_mass)
     _, weights = aj.sinkhorn_attention(q, k, v, mask=mask, spec=spec, return_weights=True)
     p = make_problem(q, k, v, None, mask, scale=None)
@@ -162,7 +162,7 @@ def test_the_target_of_the_row_mass_is_the_teachers_row_sums(rng, x64, key_mass)
 
 def test_an_example_without_tokens_gives_zeros_and_no_gradient(rng):
     q, k, v = problems.attention_inputs(rng, queries=7, keys=7)
-    mask = jnp.asarray(problems.token_padding([7, 0], 7))
+    mask = problems.array(problems.token_padding([7, 0], 7))
     settings = dict(predictor=row_mass_predictor(rng), spec=aj.SinkhornSpec(num_steps=4))
 
     def loss(q, k, v):
@@ -176,7 +176,7 @@ def test_an_example_without_tokens_gives_zeros_and_no_gradient(rng):
 
 def test_gradients_of_a_row_ending_match_finite_differences(rng, x64):
     q, k, v = problems.attention_inputs(rng, dtype="float64")
-    mask = jnp.asarray(problems.random_mask(rng, 2, 1, 7, 5))
+    mask = problems.array(problems.random_mask(rng, 2, 1, 7, 5))
     family = aj.SlicedPotentials(aj.slice_directions(0, 6, 4).astype(jnp.float64))
     w, r = (problems.normal(rng, 6, dtype="float64", size=0.3) for _ in range(2))
     mixing = problems.normal(rng, 2, 7, 3, 4, dtype="float64")
@@ -235,7 +235,7 @@ def test_row_masses_are_for_row_endings_of_column_ending_teachers(rng, num_steps
 @pytest.mark.parametrize("settings", [{}, {"key_mass": "unit", "epsilon": 0.7, "scale": 0.4}])
 def test_a_state_gives_the_bias_for_any_attention_kernel(rng, settings, masked):
     q, k, v = problems.attention_inputs(rng)
-    mask = jnp.asarray(problems.key_padding([5, 3], 5)) if masked else None
+    mask = problems.array(problems.key_padding([5, 3], 5)) if masked else None
     spec = aj.SinkhornSpec(num_steps=4, **settings)
     predictors = operators.sliced("float32", side="key"), row_mass_predictor(rng)
     for predictor in predictors:
@@ -268,7 +268,7 @@ def test_the_bias_of_a_call_and_queries_without_keys_are_honoured(rng):
     own = problems.normal(rng, 1, 3, 7, 5)
     mask = problems.random_mask(rng, 2, 1, 7, 5)
     mask[0, 0, 3] = False
-    mask = jnp.asarray(mask)
+    mask = problems.array(mask)
     spec = aj.SinkhornSpec(num_steps=4, epsilon=0.5)
     first = aj.Predictor(
         directions=aj.slice_directions(0, 6, 4), coefficients=jnp.full(6, 0.1), side="key",

@@ -39,7 +39,7 @@ def divergence(record, predictor, closures):
 @pytest.mark.parametrize("closures", [1, 2, 3])
 def test_the_divergence_equals_that_of_the_weight_matrices(rng, x64, num_steps, closures, masked):
     spec = aj.SinkhornSpec(num_steps)
-    mask = jnp.asarray(problems.key_padding([6, 4], LENGTH)) if masked else None
+    mask = problems.array(problems.key_padding([6, 4], LENGTH)) if masked else None
     record = record_of(rng, spec, mask)
     head = lambda count: aj.LinearHead(problems.normal(rng, 3, count, dtype="float64", size=0.1))
     corrections = tuple(aj.Correction((aj.Moments(),), head(13)) for _ in range(closures - 1))
@@ -53,7 +53,7 @@ def test_the_divergence_equals_that_of_the_weight_matrices(rng, x64, num_steps, 
 
 
 def test_whitened_features_have_unit_second_moments(rng, x64):
-    x = problems.normal(rng, 2, 3, 50, 5, dtype="float64") * jnp.asarray(
+    x = problems.normal(rng, 2, 3, 50, 5, dtype="float64") * problems.array(
         [1.0, 1e3, 1e-3, 1.0, 5.0]
     ).reshape(1, 1, 1, 5)
     y = jnp.zeros(x.shape[:-1])

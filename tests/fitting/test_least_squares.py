@@ -17,7 +17,7 @@ def regression(rng, *, dtype="float32", lead=(2, 3), rows=20, num_features=5, no
     x = problems.normal(rng, *lead, rows, num_features, dtype=dtype)
     truth = rng.normal(size=num_features)
     y = np.asarray(x, np.float64) @ truth + noise * rng.normal(size=(*lead, rows))
-    return x, jnp.asarray(y, dtype), truth
+    return x, problems.array(y, dtype), truth
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.0, 5.0])
@@ -46,9 +46,9 @@ def test_invalid_rows_are_dropped_whatever_their_values(rng):
     for rubbish in (jnp.nan, jnp.inf, 1e30):
         dirty_x = jnp.where(valid[..., None], x, rubbish)
         dirty_y = jnp.where(valid, y, rubbish)
-        fit = aj.fit_ls(dirty_x, dirty_y, valid=jnp.asarray(valid))
+        fit = aj.fit_ls(dirty_x, dirty_y, valid=problems.array(valid))
         np.testing.assert_allclose(fit.coefficients, expected, atol=2e-6)
-    narrow = jnp.asarray(np.arange(20) < 12)
+    narrow = problems.array(np.arange(20) < 12)
     expected = reference.ridge_fit(x, y, ridge=1e-3, valid=np.arange(20) < 12)
     for spelling in (narrow, narrow[None, None], narrow.astype(jnp.float32)):
         np.testing.assert_allclose(
@@ -58,7 +58,7 @@ def test_invalid_rows_are_dropped_whatever_their_values(rng):
 
 def test_streaming_and_merging_equal_one_fit(rng, x64):
     x, y, _ = regression(rng, dtype="float64")
-    valid = jnp.asarray(rng.random((2, 3, 20)) < 0.8)
+    valid = problems.array(rng.random((2, 3, 20)) < 0.8)
     once = aj.fit_ls(x, y, valid=valid).coefficients
     empty = aj.NormalEquations.zero(5, dtype=jnp.float64)
     streamed = empty
@@ -121,7 +121,7 @@ def test_features_that_are_zero_get_zero_coefficients(ridge):
 
 def test_features_of_very_different_size_are_fitted_accurately(rng):
     x, y, _ = regression(rng, lead=(), rows=200, num_features=4)
-    x = x * jnp.asarray([0.1, 1.0, 3.0, 30.0])[None]
+    x = x * problems.array([0.1, 1.0, 3.0, 30.0])[None]
     w = np.asarray(aj.fit_ls(x, y, ridge=0.0).coefficients, np.float64)
     exact = np.asarray(x, np.float64) @ reference.ridge_fit(x, y, ridge=0.0)
     error = np.linalg.norm(np.asarray(x, np.float64) @ w - exact) / np.linalg.norm(exact)
@@ -184,7 +184,7 @@ def test_the_explained_share_of_variance_is_reported(rng, x64):
 @pytest.mark.parametrize("ridge_scale", ["trace", "diagonal"])
 def test_a_scaled_ridge_grows_with_the_gram(rng, x64, ridge_scale):
     x, y, _ = regression(rng, dtype="float64")
-    x = x * jnp.asarray([1.0, 10.0, 0.1, 1.0, 3.0]).reshape(1, 1, 1, 5)
+    x = x * problems.array([1.0, 10.0, 0.1, 1.0, 3.0]).reshape(1, 1, 1, 5)
     equations = aj.NormalEquations.zero(5, dtype=jnp.float64).add(x, y)
     fit = equations.solve(0.2, ridge_scale)
     rows, targets = np.asarray(x).reshape(-1, 5), np.asarray(y).reshape(-1)
@@ -198,7 +198,7 @@ def test_a_scaled_ridge_grows_with_the_gram(rng, x64, ridge_scale):
 
 def test_a_diagonal_ridge_does_not_depend_on_the_size_of_a_feature(rng, x64):
     x, y, _ = regression(rng, dtype="float64")
-    size = jnp.asarray([1.0, 1e3, 1e-3, 1.0, 0.0]).reshape(1, 1, 1, 5)
+    size = problems.array([1.0, 1e3, 1e-3, 1.0, 0.0]).reshape(1, 1, 1, 5)
     solve = lambda x: aj.NormalEquations.zero(5, dtype=jnp.float64).add(x, y).solve(0.2, "diagonal")
     scaled = solve(x * size).coefficients * size.reshape(5)
     chex.assert_trees_all_close(scaled, solve(x * jnp.sign(size)).coefficients, rtol=1e-8)
@@ -215,10 +215,10 @@ def test_weighted_rows_give_the_sums_of_the_quadratic_form(rng, x64, per_head):
     valid = rng.random((2, 3, 20)) < 0.7
     root = rng.normal(size=(2, 3, 20, 20))
     h = root @ np.swapaxes(root, -1, -2)
-    weigh = lambda z: jnp.einsum("bhnm,bhmf->bhnf", jnp.asarray(h), z)
+    weigh = lambda z: jnp.einsum("bhnm,bhmf->bhnf", problems.array(h), z)
     zero = aj.NormalEquations.zero(5, num_heads=3 if per_head else None, dtype=jnp.float64)
-    sums = zero.add_weighted(x, y, weigh, jnp.asarray(valid))
-    sums = sums.add_weighted(x, y, weigh, jnp.asarray(valid))
+    sums = zero.add_weighted(x, y, weigh, problems.array(valid))
+    sums = sums.add_weighted(x, y, weigh, problems.array(valid))
     z, t = np.where(valid[..., None], x, 0.0), np.where(valid, y, 0.0)
     gram = 2 * np.einsum("bhnf,bhnm,bhmg->hfg", z, h, z)
     moment = 2 * np.einsum("bhnf,bhnm,bhm->hf", z, h, t)

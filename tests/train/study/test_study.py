@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 import rich.console
 from jax.extend.core import jaxprs_in_params
@@ -126,8 +127,8 @@ def test_score_spread_is_the_standard_deviation_of_active_scores(done, cases):
     rng, spec = np.random.default_rng(0), aj.SinkhornSpec()
     q, k = rng.normal(size=(2, 2, 5, 3, 4)).astype(np.float32)
     mask = np.arange(5) < np.array([3, 5])[:, None]
-    wide = jnp.asarray(mask[:, None, None], jnp.float32)
-    record = Record.of(jnp.asarray(q), jnp.asarray(k), jnp.asarray(k), None, wide, spec)
+    wide = problems.array(mask[:, None, None], jnp.float32)
+    record = Record.of(problems.array(q), problems.array(k), problems.array(k), None, wide, spec)
     scores = np.einsum("bnhd,bmhd->hnbm", q, k) / 2
     expected = np.mean([np.std(head[:, mask]) for head in scores])
     found = fidelity.score_spread(record, spec=spec)
