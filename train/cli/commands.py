@@ -174,6 +174,7 @@ def run_study_amortized(options: argparse.Namespace) -> None:
         recipes,
         options.data_dir,
         options.out,
+        options.runs,
         seeds=options.seeds,
         every=options.every,
         steps=options.steps,

@@ -288,8 +288,15 @@ def _add_study_amortized(kinds) -> None:
         help="steps from one refresh to the next (default: %(default)s)",
     )
     _add_test_examples(sub, amortized.TEST_EXAMPLES)
-    files = "amortized.md and .json, and for the runs"
-    _add_out(sub, files, run_folder.DEFAULT / "amortized")
+    folder = run_folder.DEFAULT / "amortized"
+    sub.add_argument(
+        "--runs",
+        type=pathlib.Path,
+        default=folder,
+        metavar="DIR",
+        help="folder for the run folders (default: %(default)s)",
+    )
+    _add_out(sub, "amortized.md and .json", folder)
 
 
 def _add_test_examples(sub, default: int) -> None:

@@ -103,6 +103,7 @@ def run(
     recipes: Sequence[Recipe],
     data_dir: str | None,
     out: pathlib.Path,
+    runs: pathlib.Path,
     *,
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
@@ -111,12 +112,13 @@ def run(
 ) -> tuple[Report, tuple[pathlib.Path, ...]]:
     """Trains and tests every recipe in every way, and writes the report after each of them.
 
-    Run folders are kept in ``out``. A study that was stopped continues there.
+    The run folders are kept. A study that was stopped continues there.
 
     Args:
       recipes: recipes with Sinkhorn attention.
       data_dir: TFDS folder, see ``load_data``; recipes for the packaged images read these.
-      out: folder for ``amortized.md``, ``amortized.json`` and the run folders.
+      out: folder for ``amortized.md`` and ``amortized.json``.
+      runs: folder for the run folders.
       seeds: seeds of the runs.
       steps: about how many steps every run has, see ``of_length``.
       every: steps from one refresh to the next.
@@ -130,7 +132,7 @@ def run(
     """
     tables, values = {}, {}
     for recipe in recipes:
-        folder = out / "runs" / recipe.name
+        folder = runs / recipe.name
         split = load_data(recipe, tfds.PACKAGED if recipe.packaged else data_dir, folder)
         announce(split)
         recipe = of_length(recipe, len(split.train), steps)
