@@ -1,6 +1,7 @@
 """Training a linen model through compiled layers: gradients, stacks, devices, a whole loop."""
 
 import chex
+import flax.core
 import flax.serialization
 import flax.struct
 import jax
@@ -17,7 +18,7 @@ import asap_jax as aj
 
 def test_the_gradient_passes_through_the_prediction_and_not_to_the_coefficients(rng, x64):
     """Against finite differences in the query projection of a layer, prediction included."""
-    model = Model((SPEC,))
+    model = Model((SPEC,), attention_settings=flax.core.FrozenDict(param_dtype=jnp.float64))
     variables = jax.tree.map(lambda p: p.astype(jnp.float64), variables_of(model, rng))
     x = data(rng, 1)[0].astype(jnp.float64)
     amortized = aj.linen.AmortizedTraining(model, ending="row")
@@ -31,11 +32,8 @@ def test_the_gradient_passes_through_the_prediction_and_not_to_the_coefficients(
     kernel = variables["params"]["layer_0"]["query"]["kernel"]
     exact, numeric = problems.slope(loss, [kernel], rng)
     np.testing.assert_allclose(exact, numeric, rtol=1e-6)
-    # With the dual held fixed instead, the slope is another one.
-    (layer,) = state.layers.values()
-    gradient = jax.grad(lambda state: loss(kernel, state), allow_int=True)(state)
-    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
-    assert float(jnp.abs(layer.predictor.head.coefficients).max()) > 1e-3
+    gradient = jax.grad(lambda state: loss(kernel, state))(state)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
 
 
 def test_compiled_layers_run_and_the_variables_are_unchanged(rng):
