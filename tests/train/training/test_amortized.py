@@ -11,7 +11,7 @@ import pytest
 from train.recipes.amortization import Amortization
 from train.recipes.schema import Recipe
 from train.runtime.errors import UserError
-from train.training import factory, loop, run_folder
+from train.training import amortized, factory, loop, run_folder, step
 from train.training.teacher import load_teacher
 
 EVERY = 3
@@ -81,14 +81,24 @@ def test_the_log_has_the_distance_of_the_latest_refresh(whole):
         assert 0 < line["rel_l2_before"] < 0.5
 
 
-def test_pmap_and_accumulation_train_as_one_device(recipe, whole, examples, tmp_path):
+def test_pmap_trains_as_one_device(recipe, whole, examples, tmp_path):
     trained, _ = whole
     mapped = loop.train(recipe, examples, tmp_path, seed=5, way="pmap")
     pairs = zip(leaves(mapped.variables), leaves(trained.variables), strict=True)
     assert max(np.abs(a - b).max() for a, b in pairs) < 1e-2
-    parts = dataclasses.replace(recipe, accumulate=2)
-    short = loop.train(parts, examples, tmp_path / "parts", seed=5, stop_after=4)
-    assert np.isfinite(np.concatenate([leaf.ravel() for leaf in leaves(short.compiled)])).all()
+
+
+def test_a_refresh_takes_no_more_of_a_batch_than_a_part_of_a_step():
+    class Spy:
+        def refresh(self, state, variables, inputs, *, axis_name):
+            return variables, inputs, axis_name
+
+    state = step.TrainState(np.zeros(()), "params", None, None, "layers")
+    inputs = np.arange(12).reshape(6, 2)
+    settings = dict(amortized=Spy(), axis_name="devices", accumulate=3)
+    variables, part, axis_name = amortized.refresh(state, inputs, **settings).amortized
+    assert (variables, axis_name) == ({"params": "params"}, "devices")
+    np.testing.assert_array_equal(part, inputs[[0, 3]])
 
 
 @pytest.mark.parametrize(
