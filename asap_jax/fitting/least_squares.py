@@ -212,14 +212,18 @@ class Regression:
         checks.non_negative_float("ridge", self.ridge)
         checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
 
-    def solve(self, sums: NormalEquations) -> tuple[NormalEquations, jax.Array, dict[str, float]]:
+    def solve(self, sums: NormalEquations) -> tuple[NormalEquations, jax.Array, dict[str, Any]]:
         """The sums that were solved (pooled or per head), the coefficients, and figures of the fit.
 
         Raises:
-          ValueError: no active token, or values that are not finite.
+          ValueError: no active token, or values that are not finite. Under a trace the coefficients
+            are then 0; figures are arrays there.
         """
         sums = sums if self.per_head else sums.pooled()
         solution = sums.solve(self.ridge, self.ridge_scale)
+        if isinstance(solution.ok, jax.core.Tracer):
+            r_squared, num_rows = solution.r_squared.mean(), solution.num_rows.sum()
+            return sums, solution.coefficients, dict(r_squared_fit=r_squared, num_rows=num_rows)
         if not bool(np.asarray(solution.ok).all()):
             raise ValueError("no active token in the calibration batches, or a value not finite")
         figures = dict(
