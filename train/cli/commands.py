@@ -158,9 +158,10 @@ def run_study(options: argparse.Namespace) -> None:
         num_images=options.calibration, again=options.again, test_examples=options.test_examples
     )
     if options.what == "fidelity":
-        settings["thorough"] = options.thorough
-    elif options.thorough:
-        raise UserError(f"study {options.what} takes no --thorough")
+        settings |= dict(thorough=options.thorough, auto=not options.no_auto)
+    elif options.thorough or options.no_auto:
+        flag = "--thorough" if options.thorough else "--no-auto"
+        raise UserError(f"study {options.what} takes no {flag}")
     study = {"fidelity": fidelity_study, "ideas": ideas}[options.what]
     measured, paths = study.run(options.folders, options.data_dir, options.out, **settings)
     measured.print(progress.console())

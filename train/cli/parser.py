@@ -239,6 +239,11 @@ def _add_study_of_runs(sub, test_examples: int, files: str) -> None:
         help="fidelity only: let the automatic fit also try candidates that take long to fit",
     )
     sub.add_argument(
+        "--no-auto",
+        action="store_true",
+        help="fidelity only: leave out the automatic fit, which takes most of the time",
+    )
+    sub.add_argument(
         "--again",
         action="store_true",
         help="measure again, even if a run folder has figures for the same settings",

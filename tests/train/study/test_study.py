@@ -35,6 +35,8 @@ NAMES = [
     *("softmax swap", "Sinkhorn S=2", "Sinkhorn S=3", "ASAP-0", "ASAP"),
     *("Moments, 2 closures", "Auto, 2 closures"),
     "Moments, 2 closures, row ending",
+    "Codebook, row mass, 1 closure, row ending",
+    "Large codebook, row mass, 1 closure, row ending",
     "Auto, 2 closures, row ending",
 ]
 STEPS = 4
@@ -100,10 +102,22 @@ def test_all_operators_are_there_with_their_closures_and_endings(done):
     (group,) = done[0].groups
     assert group.label == "demo (small), S=4, learning rate 0.001"
     assert [line.name for line in group.lines] == NAMES
-    assert [line.closures for line in group.lines] == [1, 2, 3, 1, 3, 2, 2, 2, 2]
+    assert [line.closures for line in group.lines] == [1, 2, 3, 1, 3, 2, 2, 2, 1, 1, 2]
     other = [line.name for line in group.lines if not line.same_ending]
-    assert other == ["softmax swap", "Sinkhorn S=3", *NAMES[-2:]]
-    assert [line.values["calls"].median for line in group.lines] == [1, 3, 3, 2, 4, 3, 3, 2, 2]
+    assert other == ["softmax swap", "Sinkhorn S=3", *NAMES[-4:]]
+    assert [line.values["calls"].median for line in group.lines] == [
+        1,
+        3,
+        3,
+        2,
+        4,
+        3,
+        3,
+        2,
+        1,
+        1,
+        2,
+    ]
 
 
 def test_attention_columns_are_mean_and_median_over_cases(values, cases):
