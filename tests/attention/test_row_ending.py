@@ -94,16 +94,20 @@ def test_one_closure_is_the_attention_of_jax_with_a_key_bias(rng, masked):
     mask = problems.array(problems.key_padding([5, 3], 5)) if masked else None
     predictor, spec = operators.sliced("float32", side="key"), aj.SinkhornSpec(num_steps=4)
     out = compiled(q, k, v, mask=mask, predictor=predictor, spec=spec, closures=1, ending="row")
-    p = make_problem(q, k, v, None, mask, scale=None)
-    g = aj.predict(
-        predictor, p.q, p.k,
-        query_valid=None if p.validity is None else p.validity.query,
-        key_valid=None if p.validity is None else p.validity.key,
-    )  # fmt: skip
-    bias = (g - aj.query_shift(p.k))[..., None, :]
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        expected = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask)
-    chex.assert_trees_all_close(out, expected, atol=2e-6)
+
+    @jax.jit
+    def by_hand(q, k, v):
+        p = make_problem(q, k, v, None, mask, scale=None)
+        g = aj.predict(
+            predictor, p.q, p.k,
+            query_valid=None if p.validity is None else p.validity.query,
+            key_valid=None if p.validity is None else p.validity.key,
+        )  # fmt: skip
+        bias = (g - aj.query_shift(p.k))[..., None, :]
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask)
+
+    chex.assert_trees_all_close(out, by_hand(q, k, v), atol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", ["log", "scaling", "streaming"])
@@ -132,15 +136,20 @@ def test_predicted_row_masses_follow_the_formula(rng, x64):
     mask = problems.array(problems.random_mask(rng, 2, 1, 7, 5))
     family = aj.SlicedPotentials(aj.slice_directions(0, 6, 4).astype(jnp.float64))
     head = aj.predictor.LinearHead(problems.normal(rng, 6, dtype="float64"))
+
+    @jax.jit
+    def evaluate(spec):
+        p = make_problem(q, k, v, None, mask, scale=None)
+        h = family(p.q, p.k, query_valid=p.validity.query, key_valid=p.validity.key)
+        return row_sums(p, spec, RowMass((family,), head)), h, p.validity
+
     for key_mass in ("balanced", "unit"):
         spec = aj.SinkhornSpec(num_steps=4, key_mass=key_mass)
-        p = make_problem(q, k, v, None, mask, scale=None)
-        rows = np.asarray(row_sums(p, spec, RowMass((family,), head)))[..., 0]
-        h = family(p.q, p.k, query_valid=p.validity.query, key_valid=p.validity.key)
-        h = np.exp(np.asarray(h) @ np.asarray(head.coefficients))
-        active = np.asarray(p.validity.query)
-        mass = p.validity.key.sum(-1) if key_mass == "unit" else active.sum(-1)
-        expected = np.asarray(mass)[..., None] * h / (h * active).sum(-1, keepdims=True)
+        rows, h, validity = jax.tree.map(np.asarray, evaluate(spec))
+        rows, active = rows[..., 0], validity.query
+        h = np.exp(h @ np.asarray(head.coefficients))
+        mass = validity.key.sum(-1) if key_mass == "unit" else active.sum(-1)
+        expected = mass[..., None] * h / (h * active).sum(-1, keepdims=True)
         np.testing.assert_allclose(rows * active, expected * active, rtol=1e-10)
 
 
@@ -274,11 +283,15 @@ def test_the_bias_of_a_call_and_queries_without_keys_are_honoured(rng):
         directions=aj.slice_directions(0, 6, 4), coefficients=jnp.full(6, 0.1), side="key",
         baseline="first_step",
     )  # fmt: skip
-    for predictor in (operators.sliced("float32", side="key"), first):
-        state = aj.CompiledState(predictor, spec, closures=1, ending="row")
+
+    def by_hand(state):
         bias, scale, rows = state.to_bias(q, k, own, mask)
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            out = rows * jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, scale=scale)
+            return rows * jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask, scale=scale)
+
+    for predictor in (operators.sliced("float32", side="key"), first):
+        state = aj.CompiledState(predictor, spec, closures=1, ending="row")
+        out = jax.jit(functools.partial(by_hand, state))()
         settings = dict(predictor=predictor, spec=spec, closures=1, ending="row")
         chex.assert_trees_all_close(out, compiled(q, k, v, own, mask, **settings), atol=5e-6)
         assert (np.asarray(out)[0, 3] == 0).all()

@@ -25,10 +25,9 @@ ASAP, residual log-sum-exp fit, token bias (L=256)
 
 
 @pytest.fixture(scope="module")
-def one_layer(tiny, examples, tmp_path_factory):
+def one_layer(shallow, examples, tmp_path_factory):
     """A teacher of one layer: every row of a table compiles it again."""
-    recipe = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, depth=1))
-    return loop.train(recipe, examples, tmp_path_factory.mktemp("one_layer"))
+    return loop.train(shallow, examples, tmp_path_factory.mktemp("one_layer"))
 
 
 def test_every_row_of_the_paper_is_there():
