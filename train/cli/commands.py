@@ -212,7 +212,7 @@ def run_refresh(options: argparse.Namespace) -> None:
 def run_bench(options: argparse.Namespace) -> None:
     """Runs one benchmark."""
     function, _ = bench.BENCHES[options.what]
-    settings = {name: getattr(options, name) for name in ("lengths", "shapes", "out")}
+    settings = {name: getattr(options, name) for name in ("lengths", "shapes", "minutes", "out")}
     settings = {name: value for name, value in settings.items() if value is not None}
     for name in settings:
         if name not in inspect.signature(function).parameters:

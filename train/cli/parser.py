@@ -351,6 +351,9 @@ def _add_bench(subs) -> None:
         metavar="NAME",
         help=f"further layer shapes: {', '.join(bench.layer.NAMED)}, sharp (default: all)",
     )
+    sub.add_argument(
+        "--minutes", type=float, help="gpu only: nothing is started after this time (default: 11)"
+    )
     _add_out(sub, "the table as JSON and Markdown (default: write nothing)")
 
 
