@@ -4,6 +4,7 @@ from asap_jax import linen, metrics, nnx
 from asap_jax.artifact import load, save
 from asap_jax.attention.costs import CostInputs, squared_euclidean_inputs
 from asap_jax.attention.functions import asap_attention, sinkhorn_attention, softmax_attention
+from asap_jax.attention.implementation import chosen_implementation
 from asap_jax.baselines.diff import diff_attention, diff_lambda_init
 from asap_jax.baselines.esp import esp_attention, esp_temperature_schedule
 from asap_jax.compiler.amortized import AmortizedState
@@ -70,6 +71,7 @@ __all__ = [
     "SlicedPotentials",
     "asap_attention",
     "attention_weights",
+    "chosen_implementation",
     "diff_attention",
     "diff_lambda_init",
     "esp_attention",

@@ -88,6 +88,38 @@ def closure_validity(mask: jax.Array | None, shape: tuple) -> Validity | None:
     return Validity(query, key)
 
 
+def leaves_out_tokens(mask: jax.Array | None) -> bool:
+    """Whether the shape of a mask allows only whole keys or whole queries to be left out."""
+    return mask is None or 1 in mask.shape[-2:]
+
+
+def joint_validity(a: jax.Array | None, b: jax.Array | None, shape: tuple) -> Validity | None:
+    """``closure_validity`` of two masks together.
+
+    A mask of queries and one of keys are not combined for it, so no array of N x M comes of them.
+    """
+    sides = [x.shape[-2:].index(1) for x in (a, b) if x is not None and 1 in x.shape[-2:]]
+    if a is None or b is None or len(set(sides)) < 2:
+        return closure_validity(combine(a, b), shape)
+    first, second = closure_validity(a, shape), closure_validity(b, shape)
+    assert first is not None
+    assert second is not None
+    return Validity(first.query & second.query, first.key & second.key)
+
+
+def zero_masked(bias: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """``bias`` with 0 where it is masked, so that nothing there spreads.
+
+    Along an axis that the bias does not have, an entry counts as masked if it is so everywhere.
+    """
+    if mask is None:
+        return bias
+    for axis in (-2, -1):
+        if bias.shape[axis] == 1:
+            mask = mask.any(axis, keepdims=True)
+    return jnp.where(mask, bias, jnp.zeros_like(bias))
+
+
 def log_key_target(key_mass: str, validity: Validity | None, shape: tuple, dtype: Any) -> jax.Array:
     """Log of the column target, attention scale: ``()``, or ``(..., 1)`` under a mask.
 

@@ -52,6 +52,7 @@ class Problem:
       scale: the score scale.
       dtype: dtype of the output.
       precision: matmul precision of the scores and of the product with the values.
+      whole_tokens: the mask leaves out whole queries and whole keys, so ``validity`` says it all.
     """
 
     q: jax.Array
@@ -63,6 +64,7 @@ class Problem:
     scale: float = flax.struct.field(pytree_node=False)
     dtype: Any = flax.struct.field(pytree_node=False)
     precision: Any = flax.struct.field(pytree_node=False, default=None)
+    whole_tokens: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def score_shape(self) -> tuple[int, ...]:
@@ -126,15 +128,17 @@ def make_problem(
     q, k, v = [jnp.swapaxes(checks.at_least_f32(x), -2, -3) for x in (query, key, value)]
     scale, shape = checks.score_scale(scale, q.shape[-1]), (*q.shape[:-1], k.shape[-2])
     bias, allowed = masks.as_bias(bias, shape)
-    mask = masks.combine(masks.as_mask(mask, shape), allowed)
-    validity = masks.closure_validity(mask, shape)
+    mask = masks.as_mask(mask, shape)
+    validity = masks.joint_validity(mask, allowed, shape)
     if validity is not None:
         q = masks.zero_inactive(q, validity.query)
         k = masks.zero_inactive(k, validity.key)
         v = masks.zero_inactive(v, validity.key)
         if bias is not None:
-            bias = jnp.where(mask, bias, jnp.zeros_like(bias))
-    return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision)
+            bias = masks.zero_masked(masks.zero_masked(bias, mask), allowed)
+    whole = masks.leaves_out_tokens(mask) and masks.leaves_out_tokens(allowed)
+    mask = masks.combine(mask, allowed)
+    return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision, whole)
 
 
 def promote(

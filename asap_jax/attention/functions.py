@@ -39,7 +39,11 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
       implementation: ``"log"`` computes in the log domain; ``"scaling"`` exponentiates once, and
         falls back to the log domain if the result cannot be trusted; ``"streaming"`` works tile by
         tile, with memory linear in the length; ``"auto"`` is ``"scaling"``, or ``"streaming"`` if
-        the kernel is too large to store.
+        the kernel is too large to store. ``"fused"`` takes the attention kernel of the platform:
+        ``"cudnn"`` on CUDA for layers of one call in bfloat16 or float16, ``"splash"`` on TPUs. It
+        computes in the dtype of the inputs, and takes masks and biases of the keys,
+        ``(..., heads, 1, M)``, or of the queries, ``(..., heads, N, 1)``. It has not run on a card
+        yet. ``chosen_implementation`` says what a call takes.
       return_weights: static; also return the weights ``(..., heads, N, M)``.
       dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
         weights; it breaks the marginals.

@@ -26,3 +26,12 @@ class Closures(NamedTuple):
     side: str
     num_steps: int
     epsilon: float = 1.0
+
+    @property
+    def num_calls(self) -> int:
+        """The attention calls that the closures and the product with the values take.
+
+        After a closure of the columns the product needs a call of its own.
+        """
+        ends_on_rows = (self.side == "key") == (self.num_steps % 2 == 1)
+        return self.num_steps + (0 if ends_on_rows else 1)

@@ -49,14 +49,14 @@ class ClosedPlan(NamedTuple):
 
     def weights(self, p: Problem) -> jax.Array:
         """A ``(..., N, M)``."""
-        name = registry.choose(self.implementation, 1, 1)  # A is stored anyway, so tiles are no use
+        name = registry.choose(self.implementation, p, self.closures.num_calls, weights=True)
         p = dataclasses.replace(p, v=None)
         return _weights(p, self.start, self.closures, self.key_mass, name)
 
     def mix(self, p: Problem) -> jax.Array:
         """``A v (..., N, d_v)``, in groups of problems, so that memory never holds all of A."""
         lead, n, m = p.q.shape[:-2], p.q.shape[-2], p.k.shape[-2]
-        name = registry.choose(self.implementation, n, m)
+        name = registry.choose(self.implementation, p, self.closures.num_calls)
         rows = registry.IMPLEMENTATIONS[name].block or n
         step = batching.group_sizes(lead, min(rows, n) * m)
         return _mix(p, self.start, self.closures, self.key_mass, name, step)
@@ -91,11 +91,13 @@ def _weights(p: Problem, start: Start, closures: Closures, key_mass: str, name: 
 def _mix(
     p: Problem, start: Start, closures: Closures, key_mass: str, name: str, step: tuple[int, ...]
 ) -> jax.Array:
-    apply, lead = registry.IMPLEMENTATIONS[name].apply, p.q.shape[:-2]
+    implementation, lead = registry.IMPLEMENTATIONS[name], p.q.shape[:-2]
 
-    @jax.checkpoint
     def mix(p, start):
-        return apply(p, start, p.log_key_target(key_mass), closures)
+        return implementation.apply(p, start, p.log_key_target(key_mass), closures)
+
+    if implementation.recompute:
+        mix = jax.checkpoint(mix)
 
     if not callable(start):
         return batching.map_groups(mix, (p, start), lead, step)

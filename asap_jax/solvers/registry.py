@@ -1,45 +1,71 @@
 """The implementations of closures, by name.
 
 To add one, write a file with a function like ``log_domain.apply`` and list it here. All give the
-same result up to rounding.
+same result up to rounding. The fused kernels compute in the dtype of the inputs, the others in
+float32 at least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
+from asap_jax.problem import Problem
 from asap_jax.solvers import log_domain, matrix_scaling, tiled
+from asap_jax.solvers.flash import choice, loop
 
 LARGEST_KERNEL = 2**26
 """Number of kernel entries (256 MiB in float32) from which ``"auto"`` means tiles."""
 
 
 class Implementation(NamedTuple):
-    """A function like ``log_domain.apply``, and how many query rows it holds; None for all."""
+    """A function like ``log_domain.apply``, and what it holds in memory.
+
+    Attributes:
+      apply: the function.
+      block: how many query rows of a kernel it holds; None for all.
+      recompute: reverse mode computes a group of problems again rather than store what it holds.
+    """
 
     apply: Callable[..., jax.Array]
     block: int | None = None
+    recompute: bool = True
+
+
+def _fused(backend: choice.Backend) -> Implementation:
+    apply = lambda *args: loop.apply(backend.kernel(), *args)
+    return Implementation(apply, block=1, recompute=False)
 
 
 IMPLEMENTATIONS = {
     "log": Implementation(log_domain.apply),
     "scaling": Implementation(matrix_scaling.apply),
     "streaming": Implementation(tiled.apply, tiled.BLOCK),
+    **{name: _fused(backend) for name, backend in choice.BACKENDS.items()},
 }
-NAMES = ("auto", *IMPLEMENTATIONS)
+NAMES = ("auto", *IMPLEMENTATIONS, choice.FUSED)
 
 
-def choose(name: str, num_queries: Any, num_keys: Any) -> str:
-    """The implementation that ``"auto"`` means for a kernel of this size; other names unchanged.
+def choose(name: str, p: Problem, calls: int, *, weights: bool = False) -> str:
+    """The implementation that ``name`` means for these problems, decided while tracing.
 
-    ``"streaming"`` for kernels too large to store, ``"scaling"`` for the others and for symbolic
-    sizes (``jax.export``). On CPUs, groups of problems by scaling are 1.5 to 3 times faster than
-    tiles for two or more closures (``python -m train bench memory``).
+    ``calls`` is the number of attention calls, see ``Closures.num_calls``.
+
+    ``"auto"`` is ``"streaming"`` for kernels too large to store, and ``"scaling"`` for the others,
+    for symbolic sizes (``jax.export``) and for ``weights``, which are stored anyway. On CPUs,
+    groups of problems by scaling are 1.5 to 3 times faster than tiles for two or more closures
+    (``python -m train bench memory``). No fused kernel has run on a card yet, so ``"auto"`` takes
+    none.
+
+    Raises:
+      ValueError: a fused kernel that cannot compute the problems.
     """
+    if name == choice.FUSED or name in choice.BACKENDS:
+        return choice.choose(name, p, calls)
     if name != "auto":
         return name
-    known = isinstance(num_queries, int) and isinstance(num_keys, int)
-    return "streaming" if known and num_queries * num_keys >= LARGEST_KERNEL else "scaling"
+    n, m = p.score_shape[-2:]
+    known = isinstance(n, int) and isinstance(m, int) and not weights
+    return "streaming" if known and n * m >= LARGEST_KERNEL else "scaling"

@@ -38,8 +38,9 @@ class Blocks(NamedTuple):
 
     Attributes:
       scanned: q ``(T, ..., B, d)``, live ``(T, ..., B, 1)``, bias and mask ``(T, ..., B, M)``, for
-        T blocks. ``live`` is False at padding rows, None without padding. Bias and mask are None
-        here if they have no row per query; then they are those of ``problem``.
+        T blocks. ``live`` is False at rows of padding and of inactive queries, None without any.
+        Bias and mask are None here if they have no row per query; then they are those of
+        ``problem``.
       problem: the problems; all blocks use their keys.
       epsilon: entropic regularisation.
       plain: exponentiate the log kernel as it is. Otherwise the peaks of rows are divided out.
@@ -97,14 +98,27 @@ def make_blocks(p: Problem, epsilon: float, *, plain: bool = False, block: int =
     """Cuts ``p`` into blocks of queries; the last block is padded with masked rows."""
     count = p.q.shape[-2]
     size = min(block, count)
+    p, live = _without_square_mask(p)
     padding = -count % size
 
     def rows(a):
         return None if a is None or a.shape[-2] != count else _cut(a, size, padding)
 
     # Not joined with the mask here: if the mask has no row per query, the result would be N x M.
-    live = jnp.ones((1,) * (p.q.ndim - 2) + (count, 1), bool) if padding else None
+    if live is None and padding:
+        live = jnp.ones((1,) * (p.q.ndim - 2) + (count, 1), bool)
     return Blocks(tuple(map(rows, (p.q, live, p.bias, p.mask))), p, epsilon, plain)
+
+
+def _without_square_mask(p: Problem) -> tuple[Problem, jax.Array | None]:
+    """``p`` and None; if its N x M mask says which tokens are active, ``p`` masked by key alone.
+
+    Then the second result says which queries are active, ``(..., N, 1)``.
+    """
+    if p.mask is None or p.validity is None or not p.whole_tokens or 1 in p.mask.shape[-2:]:
+        return p, None
+    query, key = p.validity
+    return dataclasses.replace(p, mask=key[..., None, :]), query[..., None]
 
 
 def _cut(a: jax.Array, size: int, padding: int) -> jax.Array:

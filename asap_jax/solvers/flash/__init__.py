@@ -1,0 +1,1 @@
+"""Closures by fused attention kernels: the kernels, their gradient, the loop."""
