@@ -7,6 +7,7 @@ from asap_jax.attention.functions import asap_attention, sinkhorn_attention, sof
 from asap_jax.attention.implementation import chosen_implementation
 from asap_jax.baselines.diff import diff_attention, diff_lambda_init
 from asap_jax.baselines.esp import esp_attention, esp_temperature_schedule
+from asap_jax.compiler.amortized import AmortizedState
 from asap_jax.compiler.automatic_fit import AutoFit
 from asap_jax.compiler.calibration import CompileResult
 from asap_jax.compiler.options import Options
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CANDIDATES",
     "THOROUGH",
+    "AmortizedState",
     "AutoFit",
     "Candidate",
     "Codebook",

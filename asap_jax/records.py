@@ -217,8 +217,8 @@ def unstack(record: Record) -> list[Record]:
 
 
 def check_mask(record: Record, path: str, where: str) -> None:
-    """Raises ValueError for a mask with values that are neither 0 nor 1."""
-    if record.mask is None:
+    """Raises ValueError for a mask with values that are neither 0 nor 1, unless it is traced."""
+    if record.mask is None or isinstance(record.mask, jax.core.Tracer):
         return
     mask = np.asarray(record.mask)
     if mask.dtype != bool and not np.isin(mask, (0, 1)).all():

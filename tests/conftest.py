@@ -1,5 +1,6 @@
 """Settings of the test session: two devices, strict numerics, repeatable random cases."""
 
+import gc
 import os
 import pathlib
 
@@ -28,6 +29,9 @@ if jax.__version_info__ < (0, 11):
 jax.config.update("jax_disable_most_optimizations", True)
 OPTIMISED = ("test_moments",)
 
+# Linux allows 65,530 by default. A small program takes about 4, and 1.8 MB.
+MOST_MAPS = 5000
+
 # Many programs are small and compiled more than once: by both processes, by module after module, by
 # the next run. They are kept in .pytest_cache.
 COMPILED = {
@@ -39,6 +43,11 @@ os.environ.update(COMPILED)  # for processes that tests start
 jax.config.update("jax_compilation_cache_dir", COMPILED["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Tracing makes many objects that live long, and looking through all of them for cycles again and
+# again costs 7 % of the suite: what the imports made is left out, and a search waits for more.
+gc.freeze()
+gc.set_threshold(100_000, 20, 20)
 
 # Deadlines measure compilation, and a suite that draws new cases on every run cannot be compared
 # with the run before: the draws are fixed.
@@ -60,10 +69,20 @@ def numerics(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def executables():
-    """Lets go of a module's compiled programs: a process may map only so many pieces of memory."""
+def executables(request):
+    """Lets go of compiled programs: a process may map only so many pieces of memory."""
+    optimised = request.path.stem in OPTIMISED
+    if optimised:
+        jax.clear_caches()
     yield
-    jax.clear_caches()
+    if optimised or num_maps() > MOST_MAPS:
+        jax.clear_caches()
+
+
+def num_maps():
+    """Pieces of memory that this process maps; too many where the system does not say."""
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else MOST_MAPS + 1
 
 
 @pytest.fixture

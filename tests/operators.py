@@ -60,12 +60,12 @@ class Operator:
         mask = problems.random_mask(rng, BATCH, 1, LENGTH, keys)
         mask[0, 0, 3] = False
         mask[1, 0, :, 2] = False
-        return problems.normal(rng, 1, HEADS, LENGTH, keys), jnp.asarray(mask)
+        return problems.normal(rng, 1, HEADS, LENGTH, keys), problems.array(mask)
 
 
 def tokens(lengths, size=LENGTH):
     """The mask of padded sequences, padded queries and padded keys left out."""
-    return jnp.asarray(problems.token_padding(lengths, size))
+    return problems.array(problems.token_padding(lengths, size))
 
 
 def sliced(dtype, side="query"):

@@ -10,14 +10,24 @@ from asap_jax.problem import Problem
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 3, 7, 5, 4
 
 
+def array(x, dtype=None):
+    """A JAX array of NumPy values; `jnp.asarray` compiles a program for every new shape."""
+    return jax.device_put(np.asarray(x, None if dtype is None else jnp.dtype(dtype)))
+
+
+def numpy_results(function):
+    """The function with its results in NumPy: further arithmetic on them compiles nothing."""
+    return lambda *args, **settings: jax.tree.map(np.asarray, function(*args, **settings))
+
+
 def normal(rng, *shape, dtype="float32", size=1.0):
     """Gaussian array, rounded to the dtype before any reference sees it."""
-    return jnp.asarray(size * rng.normal(size=shape), dtype)
+    return array(size * rng.normal(size=shape), dtype)
 
 
 def uniform_scores(rng, *shape, dtype="float32", bound=10.0):
     """Scores spread over the whole range of plus and minus `bound`."""
-    return jnp.asarray(rng.uniform(-bound, bound, size=shape), dtype)
+    return array(rng.uniform(-bound, bound, size=shape), dtype)
 
 
 def per_head(
@@ -69,7 +79,8 @@ def slope(function, arguments, rng, *, step=1e-6):
 
     Call it with 64-bit types enabled and float64 arguments.
     """
-    directions = [jnp.asarray(rng.normal(size=x.shape)) for x in arguments]
+    arguments = [np.asarray(x) for x in arguments]
+    directions = [rng.normal(size=x.shape) for x in arguments]
     # One compiled program for all three: most of a test's time is compilation.
     run = jax.jit(jax.value_and_grad(function, argnums=tuple(range(len(arguments)))))
     moved = [
@@ -77,7 +88,7 @@ def slope(function, arguments, rng, *, step=1e-6):
         for sign in (1, -1)
     ]
     _, grads = run(*arguments)
-    exact = sum(float(jnp.vdot(g, d)) for g, d in zip(grads, directions, strict=True))
+    exact = sum(float(np.vdot(g, d)) for g, d in zip(grads, directions, strict=True))
     return exact, float(moved[0] - moved[1]) / (2 * step)
 
 

@@ -30,7 +30,7 @@ def teacher(s, mask):
 def spellings(lengths, size):
     """One key-padding mask as different users write it."""
     valid = np.arange(size) < np.asarray(lengths)[:, None]
-    key_only = jnp.asarray(valid[:, None, None, :])
+    key_only = problems.array(valid[:, None, None, :])
     full = jnp.broadcast_to(key_only, SHAPE)
     return {
         "bool": key_only,
@@ -40,7 +40,7 @@ def spellings(lengths, size):
         "bfloat16": key_only.astype(jnp.bfloat16),
         "numpy": np.asarray(key_only),
         "numpy view": np.asarray(full)[:, ::-1].transpose(0, 1, 3, 2).swapaxes(-1, -2),
-        "flax": nn.make_attention_mask(jnp.ones_like(valid), jnp.asarray(valid)),
+        "flax": nn.make_attention_mask(jnp.ones_like(valid), problems.array(valid)),
         "per query": jnp.broadcast_to(key_only, (2, 1, 6, 6)),
         "full": full,
     }
@@ -61,7 +61,7 @@ def test_all_forms_of_a_mask_give_the_same_weights(rng):
 def test_a_mask_that_differs_per_query_is_applied_entry_by_entry(rng):
     s = problems.uniform_scores(rng, *SHAPE)
     mask = problems.random_mask(rng, *SHAPE)
-    weights = np.asarray(teacher(s, jnp.asarray(mask)))
+    weights = np.asarray(teacher(s, problems.array(mask)))
     assert (weights[~mask] == 0).all()
     expected = reference.batched(
         lambda s, mask: reference.sinkhorn(s, num_steps=4, mask=mask), (s, 2), (mask, 2)
@@ -97,7 +97,7 @@ def test_a_mask_that_is_not_zero_or_one_is_refused(value):
     mask = np.ones((1, 1, 1, 6), np.float32)
     mask[..., -1] = value
     with pytest.raises(ValueError, match="bias"):
-        masks.as_mask(jnp.asarray(mask), SHAPE)
+        masks.as_mask(problems.array(mask), SHAPE)
 
 
 def test_a_complex_mask_is_refused():
@@ -119,7 +119,7 @@ def test_a_complex_mask_is_refused():
     ],
 )
 def test_a_bias_is_split_into_a_finite_part_and_a_mask(dtype, fill):
-    bias = jnp.asarray([[[[0.5, fill, -30.0, fill, 0.0, -1e4]]]], dtype)
+    bias = problems.array([[[[0.5, fill, -30.0, fill, 0.0, -1e4]]]], dtype)
     finite, mask = masks.as_bias(bias, SHAPE)
     np.testing.assert_array_equal(np.ravel(mask), [True, False, True, False, True, True])
     assert np.isfinite(np.asarray(finite, np.float32)).all()
@@ -138,13 +138,13 @@ def test_closures_include_every_query_with_a_key_and_every_key_with_a_query():
     mask = np.ones((2, 1, 6, 6), bool)
     mask[0, 0, 2, :] = False
     mask[1, 0, :, 4] = False
-    valid = masks.closure_validity(jnp.asarray(mask), SHAPE)
+    valid = masks.closure_validity(problems.array(mask), SHAPE)
     np.testing.assert_array_equal(valid.query, np.broadcast_to(mask.any(-1), SHAPE[:3]))
     np.testing.assert_array_equal(valid.key, np.broadcast_to(mask.any(-2), SHAPE[:3]))
 
 
 def test_the_padding_setting_decides_which_tokens_have_features():
-    key_only = jnp.asarray(problems.key_padding([6, 4], 6))
+    key_only = problems.array(problems.key_padding([6, 4], 6))
     closures = masks.closure_validity(key_only, SHAPE)
     assert np.asarray(closures.query).all()
     own = masks.feature_validity(closures, "self")
@@ -168,8 +168,8 @@ def test_a_query_without_keys_and_an_example_without_tokens_give_exact_zeros(
     spec = aj.SinkhornSpec(num_steps=num_steps, key_mass=key_mass)
 
     def total(s):
-        duals = aj.sinkhorn_duals(s, spec=spec, mask=jnp.asarray(mask))
-        weights = aj.attention_weights(s, duals.query, duals.key, mask=jnp.asarray(mask))
+        duals = aj.sinkhorn_duals(s, spec=spec, mask=problems.array(mask))
+        weights = aj.attention_weights(s, duals.query, duals.key, mask=problems.array(mask))
         return jnp.sum(jnp.sin(weights)), weights
 
     grads, weights = jax.jit(jax.grad(total, has_aux=True))(s)
@@ -183,7 +183,7 @@ def test_a_query_without_keys_and_an_example_without_tokens_give_exact_zeros(
 @hypothesis.given(mask=hypothesis.extra.numpy.arrays(np.bool_, (2, 1, 6, 6)))
 def test_any_mask_gives_finite_weights_with_the_balanced_column_sums(mask):
     s = problems.uniform_scores(np.random.default_rng(1), *SHAPE)
-    weights = np.asarray(teacher(s, jnp.asarray(mask)), np.float64)
+    weights = np.asarray(teacher(s, problems.array(mask)), np.float64)
     assert np.isfinite(weights).all()
     assert (weights[~np.broadcast_to(mask, SHAPE)] == 0).all()
     queries, keys = mask.any(-1).sum(-1), mask.any(-2).sum(-1)

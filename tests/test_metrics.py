@@ -17,7 +17,7 @@ def weights(rng):
     """Two row-stochastic stacks (2, 3, 6, 5): an approximation and its reference."""
     pair = rng.gamma(1.0, size=(2, 2, 3, 6, 5))
     pair = pair / pair.sum(-1, keepdims=True)
-    return jnp.asarray(pair[0], jnp.float32), jnp.asarray(pair[1], jnp.float32)
+    return problems.array(pair[0], jnp.float32), problems.array(pair[1], jnp.float32)
 
 
 def as_float64(*arrays):
@@ -49,13 +49,13 @@ def test_relative_l2_works_for_one_head(weights):
 
 
 def test_output_rmse_over_all_or_over_valid_queries(rng):
-    a, b = (jnp.asarray(rng.normal(size=(2, 6, 3, 4)), jnp.float32) for _ in range(2))
+    a, b = (problems.array(rng.normal(size=(2, 6, 3, 4)), jnp.float32) for _ in range(2))
     square = (np.asarray(a, np.float64) - np.asarray(b, np.float64)) ** 2
     np.testing.assert_allclose(aj.metrics.output_rmse(a, b), np.sqrt(square.mean()), rtol=1e-5)
     valid = rng.random((2, 6)) < 0.6
     rubbish = jnp.where(valid[..., None, None], a, jnp.nan)
     np.testing.assert_allclose(
-        aj.metrics.output_rmse(rubbish, b, query_valid=jnp.asarray(valid)),
+        aj.metrics.output_rmse(rubbish, b, query_valid=problems.array(valid)),
         np.sqrt(square[valid].mean()),
         rtol=1e-5,
     )
@@ -67,9 +67,9 @@ def test_row_error_is_the_mean_distance_from_one(weights):
         aj.metrics.row_error(a), reference.row_error(*as_float64(a)), rtol=1e-5
     )
     valid = np.broadcast_to(np.arange(6) > 0, (2, 3, 6))
-    np.testing.assert_allclose(aj.metrics.row_error(a, jnp.asarray(valid)), 0.3, rtol=1e-5)
+    np.testing.assert_allclose(aj.metrics.row_error(a, problems.array(valid)), 0.3, rtol=1e-5)
     np.testing.assert_allclose(
-        aj.metrics.row_error(a, query_valid=jnp.asarray(valid[:1, :1])), 0.3, rtol=1e-5
+        aj.metrics.row_error(a, query_valid=problems.array(valid[:1, :1])), 0.3, rtol=1e-5
     )
 
 
@@ -80,20 +80,20 @@ def test_column_error_accepts_valid_keys_and_a_target(weights, rng):
     (exact,) = as_float64(a)
     np.testing.assert_allclose(aj.metrics.column_error(a), reference.column_error(exact), rtol=1e-5)
     np.testing.assert_allclose(
-        aj.metrics.column_error(a, key_valid=jnp.asarray(valid), target=1.2),
+        aj.metrics.column_error(a, key_valid=problems.array(valid), target=1.2),
         reference.column_error(exact, valid, 1.2),
         rtol=1e-5,
     )
     np.testing.assert_allclose(
-        aj.metrics.column_error(a, jnp.asarray(valid), jnp.asarray(target, jnp.float32)),
+        aj.metrics.column_error(a, problems.array(valid), problems.array(target, jnp.float32)),
         reference.column_error(exact, valid, target),
         rtol=1e-5,
     )
 
 
 def test_agreement_is_the_share_of_equal_predictions():
-    logits = jnp.asarray([[0.1, 0.9], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])
-    other = jnp.asarray([[5.0, 6.0], [1.0, 2.0], [0.0, 1.0], [9.0, 0.0]])
+    logits = problems.array([[0.1, 0.9], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])
+    other = problems.array([[5.0, 6.0], [1.0, 2.0], [0.0, 1.0], [9.0, 0.0]])
     np.testing.assert_allclose(aj.metrics.agreement(logits, other), 0.5)
     np.testing.assert_allclose(aj.metrics.agreement(logits, 7 * logits), 1.0)
 
@@ -119,7 +119,7 @@ def test_entropy_is_that_of_the_normalised_rows(weights):
     np.testing.assert_allclose(aj.metrics.entropy(2.5 * a), expected.mean(), rtol=1e-5)
     valid = np.arange(6) < 4
     np.testing.assert_allclose(
-        aj.metrics.entropy(a, jnp.asarray(valid)), expected[..., :4].mean(), rtol=1e-5
+        aj.metrics.entropy(a, problems.array(valid)), expected[..., :4].mean(), rtol=1e-5
     )
     uniform = jnp.full((6, 5), 0.2)
     np.testing.assert_allclose(aj.metrics.entropy(uniform), np.log(5), rtol=1e-6)

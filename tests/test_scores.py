@@ -50,7 +50,7 @@ def test_masking_bias_entries_become_minus_infinity(rng, fill):
     q, k = problems.per_head(rng)
     bias = np.zeros((1, 1, 1, 5), np.float32)
     bias[..., 3:] = fill
-    s = aj.scores(q, k, bias=jnp.asarray(bias))
+    s = aj.scores(q, k, bias=problems.array(bias))
     assert np.isneginf(s[..., 3:]).all()
     chex.assert_trees_all_close(s[..., :3], aj.scores(q, k)[..., :3])
 

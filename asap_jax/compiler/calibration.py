@@ -82,12 +82,10 @@ class Calibration(abc.ABC):
         """Traces one forward pass of the compiled teacher; its layers note that they ran."""
 
     @abc.abstractmethod
-    def _compiled(self, teacher: Any, states: Mapping[str, CompiledState]) -> dict[str, Any]:
+    def compiled(self, teacher: Any, states: Mapping[str, CompiledState]) -> dict[str, Any]:
         """The compiled teacher, as a keyword of CompileResult."""
 
-    def _check_switched(
-        self, teacher: Any, states: Mapping[str, CompiledState], batch: Any
-    ) -> None:
+    def check_switched(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> None:
         """Raises ValueError if a layer ignores its state; layers that did not run are skipped."""
         probe = fresh_probe()
         probed = {path: dataclasses.replace(s, probe=probe) for path, s in states.items()}
@@ -173,10 +171,10 @@ class Calibration(abc.ABC):
         solved = self.fit.solve(self.fits, again)
         self.seconds += time.perf_counter() - start
         states = {path: state for path, (state, _) in solved.items()}
-        self._check_switched(teacher, states, report_batches[0])
+        self.check_switched(teacher, states, report_batches[0])
         layers, count = self._measure(teacher, report_batches, solved), len(report_batches)
         report = CompileReport(layers, held_out, self.num_batches, count, self.seconds)
-        return CompileResult(states, report, **self._compiled(teacher, states))
+        return CompileResult(states, report, **self.compiled(teacher, states))
 
     def _again(
         self, teacher: Any, fit_batches: Callable[[], Iterable[Any]], path: str

@@ -180,8 +180,12 @@ class LayerFit(abc.ABC):
 
 
 def check_finite(values: Any, record: Record, path: str, where: str) -> None:
-    """Raises ValueError, naming batch and layer, unless all arrays of ``values`` are finite."""
-    if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(values)):
+    """Raises ValueError, naming batch and layer, unless all arrays of ``values`` are finite.
+
+    Traced values are not checked.
+    """
+    leaves = [x for x in jax.tree.leaves(values) if not isinstance(x, jax.core.Tracer)]
+    if not all(np.isfinite(np.asarray(leaf)).all() for leaf in leaves):
         raise ValueError(
             f"{where} gives a value that is not finite at layer {path!r} (query of shape "
             f"{record.query.shape})"

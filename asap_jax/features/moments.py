@@ -136,28 +136,34 @@ def _moments(t: Tokens) -> _Moments:
     root = math.sqrt(t.scale)
     origin = masks.token_mean(t.other, t.other_valid)
     own, other = t.own - origin, t.other - origin
-    own_mean, c_own = _mean_and_covariance(own, t.own_valid)
-    other_mean, c = _mean_and_covariance(other, t.other_valid)
+    own_mean, other_mean = (
+        masks.token_mean(own, t.own_valid),
+        masks.token_mean(other, t.other_valid),
+    )
+    active_own, active_other = (
+        masks.zero_inactive(own, t.own_valid),
+        masks.zero_inactive(other, t.other_valid),
+    )
+    own_mean, other_mean = jnp.squeeze(own_mean, -2), jnp.squeeze(other_mean, -2)
     return _Moments(
         own=own,
         own_mean=own_mean,
         root=root,
         mean=root * (jnp.squeeze(origin, -2) + other_mean),
         delta=root * (own_mean - other_mean),
-        c=root**2 * c,
-        c_own=root**2 * c_own,
+        c=root**2 * _covariance(active_other, other_mean, t.other_valid),
+        c_own=root**2 * _covariance(active_own, own_mean, t.own_valid),
     )
 
 
-def _mean_and_covariance(x: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Of the valid tokens ``x (..., N, d)``; the tokens are not centred, which saves a pass."""
-    mean = jnp.squeeze(masks.token_mean(x, valid), -2)
-    active = masks.zero_inactive(x, valid)
+def _covariance(active: jax.Array, mean: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """From tokens ``(..., N, d)``, 0 if not valid; not centred first, which saves a pass."""
     square = jnp.einsum("...nd,...ne->...de", active, active, precision=_EXACT)
-    count: Any = x.shape[-2]
+    count: Any = active.shape[-2]
     if valid is not None:
-        count = jnp.maximum(valid.sum(-1, dtype=x.dtype), jnp.ones((), x.dtype))[..., None, None]
-    return mean, square / count - mean[..., :, None] * mean[..., None, :]
+        one = jnp.ones((), active.dtype)
+        count = jnp.maximum(valid.sum(-1, dtype=one.dtype), one)[..., None, None]
+    return square / count - mean[..., :, None] * mean[..., None, :]
 
 
 def _product(x, matrix):

@@ -58,6 +58,7 @@ def _direction(gradient, memory, point):
         return optimizer.update(gradient, memory or optimizer.init(point), point)
 
 
+@jax.jit
 def start(point: jax.Array, value: jax.Array, gradient: jax.Array) -> Search:
     """A search from ``point (n,)`` with its value ``()`` and gradient ``(n,)``."""
     direction, memory = _direction(gradient, None, point)

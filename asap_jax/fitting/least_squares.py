@@ -124,6 +124,7 @@ class NormalEquations:
         """The sums over heads, for one coefficient vector per layer."""
         return self if self.gram.ndim == 2 else jax.tree.map(lambda x: x.sum(0), self)
 
+    @functools.partial(jax.jit, static_argnames="floor")
     def whitening(self, floor: float = 1e-6) -> jax.Array:
         """``T (..., F, F)`` such that the second moments of ``x @ T`` are the identity.
 
@@ -153,34 +154,7 @@ class NormalEquations:
         """
         ridge = checks.non_negative_float("ridge", ridge)
         checks.one_of("ridge_scale", ridge_scale, RIDGE_SCALES)
-        finite = (
-            jnp.isfinite(self.gram).all((-1, -2))
-            & jnp.isfinite(self.moment).all(-1)
-            & jnp.isfinite(self.target_square)
-        )
-        ok = finite & (self.num_rows > 0)
-        gram = jnp.where(ok[..., None, None], self.gram, jnp.zeros_like(self.gram))
-        moment = jnp.where(ok[..., None], self.moment, jnp.zeros_like(self.moment))
-        if ridge == 0:
-            w = _pseudo_solve(gram, moment)
-        else:  # unit diagonal first: features of any size then share one rounding floor
-            square = jnp.diagonal(gram, axis1=-2, axis2=-1)
-            penalty = ridge * _ridge_size(square, ridge_scale)
-            size = jnp.sqrt(square + penalty)
-            size = jnp.where(size > 0, size, jnp.ones_like(size))
-            unit = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
-            system = gram + penalty[..., None] * unit
-            system = system / (size[..., :, None] * size[..., None, :])
-            w = _pseudo_solve(system, moment / size) / size
-        w = jnp.where(jnp.isfinite(w), w, jnp.zeros_like(w))
-        residual = (
-            self.target_square
-            - 2 * jnp.sum(w * moment, -1)
-            + einsum("...f,...fg,...g->...", w, gram, w)
-        )
-        r_squared = 1 - residual / jnp.maximum(self.target_square, jnp.finfo(gram.dtype).tiny)
-        r_squared = jnp.where(ok, r_squared, jnp.zeros_like(r_squared))
-        return LeastSquaresFit(w, r_squared, self.num_rows, ok)
+        return _solution(self, ridge, ridge_scale=ridge_scale, regularised=ridge > 0)
 
 
 def rows_by_head(x: jax.Array, trailing: int) -> jax.Array:
@@ -212,14 +186,18 @@ class Regression:
         checks.non_negative_float("ridge", self.ridge)
         checks.one_of("ridge_scale", self.ridge_scale, RIDGE_SCALES)
 
-    def solve(self, sums: NormalEquations) -> tuple[NormalEquations, jax.Array, dict[str, float]]:
+    def solve(self, sums: NormalEquations) -> tuple[NormalEquations, jax.Array, dict[str, Any]]:
         """The sums that were solved (pooled or per head), the coefficients, and figures of the fit.
 
         Raises:
-          ValueError: no active token, or values that are not finite.
+          ValueError: no active token, or values that are not finite. Under a trace the coefficients
+            are then 0; figures are arrays there.
         """
         sums = sums if self.per_head else sums.pooled()
         solution = sums.solve(self.ridge, self.ridge_scale)
+        if isinstance(solution.ok, jax.core.Tracer):
+            r_squared, num_rows = solution.r_squared.mean(), solution.num_rows.sum()
+            return sums, solution.coefficients, dict(r_squared_fit=r_squared, num_rows=num_rows)
         if not bool(np.asarray(solution.ok).all()):
             raise ValueError("no active token in the calibration batches, or a value not finite")
         figures = dict(
@@ -227,6 +205,41 @@ class Regression:
             num_rows=float(np.asarray(solution.num_rows).sum()),
         )
         return sums, solution.coefficients, figures
+
+
+@functools.partial(jax.jit, static_argnames=("ridge_scale", "regularised"))
+def _solution(
+    sums: NormalEquations, ridge: ArrayLike, *, ridge_scale: str, regularised: bool
+) -> LeastSquaresFit:
+    """``NormalEquations.solve``; one program for all values of ``ridge``."""
+    finite = (
+        jnp.isfinite(sums.gram).all((-1, -2))
+        & jnp.isfinite(sums.moment).all(-1)
+        & jnp.isfinite(sums.target_square)
+    )
+    ok = finite & (sums.num_rows > 0)
+    gram = jnp.where(ok[..., None, None], sums.gram, jnp.zeros_like(sums.gram))
+    moment = jnp.where(ok[..., None], sums.moment, jnp.zeros_like(sums.moment))
+    if not regularised:
+        w = _pseudo_solve(gram, moment)
+    else:  # unit diagonal first: features of any size then share one rounding floor
+        square = jnp.diagonal(gram, axis1=-2, axis2=-1)
+        penalty = ridge * _ridge_size(square, ridge_scale)
+        size = jnp.sqrt(square + penalty)
+        size = jnp.where(size > 0, size, jnp.ones_like(size))
+        unit = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
+        system = gram + penalty[..., None] * unit
+        system = system / (size[..., :, None] * size[..., None, :])
+        w = _pseudo_solve(system, moment / size) / size
+    w = jnp.where(jnp.isfinite(w), w, jnp.zeros_like(w))
+    residual = (
+        sums.target_square
+        - 2 * jnp.sum(w * moment, -1)
+        + einsum("...f,...fg,...g->...", w, gram, w)
+    )
+    r_squared = 1 - residual / jnp.maximum(sums.target_square, jnp.finfo(gram.dtype).tiny)
+    r_squared = jnp.where(ok, r_squared, jnp.zeros_like(r_squared))
+    return LeastSquaresFit(w, r_squared, sums.num_rows, ok)
 
 
 def _ridge_size(square: jax.Array, ridge_scale: str) -> jax.Array:

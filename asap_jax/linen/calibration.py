@@ -63,11 +63,12 @@ class Calibration(compiling.Calibration):
         return recorded
 
     def _trace(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> None:
-        variables = self._compiled(teacher, states)["variables"]
+        variables = self.compiled(teacher, states)["variables"]
         with _axis_errors(STATE):
             jax.eval_shape(lambda v, b: _quiet(self._run, v, b), variables, batch)
 
-    def _compiled(self, teacher: Mapping, states: Mapping[str, CompiledState]) -> dict[str, Any]:
+    def compiled(self, teacher: Mapping, states: Mapping[str, CompiledState]) -> dict[str, Any]:
+        """The teacher's variables with these states, as ``variables``."""
         return {"variables": {**_plain(teacher), STATE: state_tree(states)}}
 
 

@@ -80,7 +80,8 @@ class Calibration(compiling.Calibration):
         graph, state = nnx.split(probe)
         jax.eval_shape(lambda s, b: self._run(nnx.merge(graph, s), b), state, batch)
 
-    def _compiled(self, teacher: nnx.Module, states: Mapping[str, CompiledState]) -> dict[str, Any]:
+    def compiled(self, teacher: nnx.Module, states: Mapping[str, CompiledState]) -> dict[str, Any]:
+        """A copy of the teacher with these states, as ``model``."""
         model = nnx.clone(teacher)
         attach(model, states)
         return {"model": model}

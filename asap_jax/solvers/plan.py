@@ -49,14 +49,14 @@ class ClosedPlan(NamedTuple):
 
     def weights(self, p: Problem) -> jax.Array:
         """A ``(..., N, M)``."""
-        name = registry.choose(self.implementation, p, self.closures.num_calls, weights=True)
+        name = registry.choose(self.implementation, p, self.closures, weights=True)
         p = dataclasses.replace(p, v=None)
         return _weights(p, self.start, self.closures, self.key_mass, name)
 
     def mix(self, p: Problem) -> jax.Array:
         """``A v (..., N, d_v)``, in groups of problems, so that memory never holds all of A."""
         lead, n, m = p.q.shape[:-2], p.q.shape[-2], p.k.shape[-2]
-        name = registry.choose(self.implementation, p, self.closures.num_calls)
+        name = registry.choose(self.implementation, p, self.closures)
         rows = registry.IMPLEMENTATIONS[name].block or n
         step = batching.group_sizes(lead, min(rows, n) * m)
         return _mix(p, self.start, self.closures, self.key_mass, name, step)

@@ -14,6 +14,7 @@ import jax
 
 from asap_jax.problem import Problem
 from asap_jax.solvers import log_domain, matrix_scaling, tiled
+from asap_jax.solvers.closures import Closures
 from asap_jax.solvers.flash import choice, loop
 
 LARGEST_KERNEL = 2**26
@@ -48,10 +49,8 @@ IMPLEMENTATIONS = {
 NAMES = ("auto", *IMPLEMENTATIONS, choice.FUSED)
 
 
-def choose(name: str, p: Problem, calls: int, *, weights: bool = False) -> str:
+def choose(name: str, p: Problem, closures: Closures, *, weights: bool = False) -> str:
     """The implementation that ``name`` means for these problems, decided while tracing.
-
-    ``calls`` is the number of attention calls, see ``Closures.num_calls``.
 
     ``"auto"`` is ``"streaming"`` for kernels too large to store, and ``"scaling"`` for the others,
     for symbolic sizes (``jax.export``) and for ``weights``, which are stored anyway. On CPUs,
@@ -63,9 +62,9 @@ def choose(name: str, p: Problem, calls: int, *, weights: bool = False) -> str:
       ValueError: a fused kernel that cannot compute the problems.
     """
     if name == choice.FUSED or name in choice.BACKENDS:
-        return choice.choose(name, p, calls)
+        return choice.choose(name, p, closures.num_calls)
     if name != "auto":
         return name
-    n, m = p.score_shape[-2:]
+    n, m = p.q.shape[-2], p.k.shape[-2]
     known = isinstance(n, int) and isinstance(m, int) and not weights
     return "streaming" if known and n * m >= LARGEST_KERNEL else "scaling"

@@ -122,15 +122,18 @@ def _without_square_mask(p: Problem) -> tuple[Problem, jax.Array | None]:
 
 
 def _cut(a: jax.Array, size: int, padding: int) -> jax.Array:
-    """``(..., N, c)`` as ``(T, ..., B, c)``."""
+    """``(..., N, c)`` as ``(T, ..., B, c)``; block t has the rows t, T + t, 2T + t, ...
+
+    With N sharded over devices, every device then has a part of every block.
+    """
     a = jnp.pad(a, [(0, padding if axis == a.ndim - 2 else 0) for axis in range(a.ndim)])
-    a = a.reshape(*a.shape[:-2], a.shape[-2] // size, size, a.shape[-1])
-    return jnp.moveaxis(a, -3, 0)
+    a = a.reshape(*a.shape[:-2], size, a.shape[-2] // size, a.shape[-1])
+    return jnp.moveaxis(a, -2, 0)
 
 
 def _joined(a: jax.Array, count: int) -> jax.Array:
     """``(T, ..., B, c)`` as ``(..., N, c)``, the inverse of ``_cut``."""
-    a = jnp.moveaxis(a, 0, -3)
+    a = jnp.moveaxis(a, 0, -2)
     return a.reshape(*a.shape[:-3], a.shape[-3] * a.shape[-2], a.shape[-1])[..., :count, :]
 
 

@@ -76,7 +76,7 @@ def test_masks_work_together_with_the_cost(rng, normalize):
     q_, k_, bias = squared_euclidean_inputs(q, k, normalize=normalize)
     spoilt = k_.at[1, 3:].set(jnp.nan)
     _, weights = aj.sinkhorn_attention(
-        q_, spoilt, v, bias, jnp.asarray(mask), spec=aj.SinkhornSpec(4), return_weights=True
+        q_, spoilt, v, bias, problems.array(mask), spec=aj.SinkhornSpec(4), return_weights=True
     )
     expected = sinkhorn_plan(cost(q, k, normalize=normalize), num_steps=4, mask=mask)
     np.testing.assert_allclose(weights, expected, rtol=0, atol=5e-6)
@@ -114,7 +114,7 @@ def test_the_query_dual_stays_in_score_coordinates(rng, x64):
     q_, k_ = jnp.swapaxes(q_, 1, 2), jnp.swapaxes(k_, 1, 2)
     spec = aj.SinkhornSpec(10)
     duals = aj.sinkhorn_duals(aj.scores(q_, k_, bias=bias), spec=spec)
-    of_cost = aj.sinkhorn_duals(-jnp.asarray(cost(q, k, normalize=False)), spec=spec)
+    of_cost = aj.sinkhorn_duals(-problems.array(cost(q, k, normalize=False)), spec=spec)
     dual = duals.source + aj.query_shift(q_)
     np.testing.assert_allclose(dual, of_cost.source, rtol=0, atol=1e-10)
 

@@ -41,7 +41,7 @@ def bias_and_mask(rng):
     mask = problems.random_mask(rng, 2, 1, 7, 5)
     mask[0, 0, 3] = False
     mask[1, 0, :, 2] = False
-    return problems.normal(rng, 1, 3, 7, 5), jnp.asarray(mask)
+    return problems.normal(rng, 1, 3, 7, 5), problems.array(mask)
 
 
 # ------------------------------------------------------------------------------- the teacher
@@ -78,7 +78,7 @@ def test_teacher_with_bias_mask_scale_and_epsilon_follows_the_reference(rng, key
 def test_teacher_stays_exact_at_sharp_logits(rng, dtype):
     q, k, v = problems.attention_inputs(rng, queries=7, keys=7)
     s = reference.scores(problems.heads_first(q), problems.heads_first(k))
-    q = jnp.asarray(np.asarray(q) * (50 / np.abs(s).max()), dtype)
+    q = problems.array(np.asarray(q) * (50 / np.abs(s).max()), dtype)
     k, v = k.astype(dtype), v.astype(dtype)
     for num_steps in (4, 5):
         _, weights = sinkhorn(
@@ -178,7 +178,7 @@ def test_compiled_layer_with_bias_and_masks_follows_the_reference(rng, key_mass,
         mask = np.broadcast_to(mask, (2, 1, 7, 7))
         spec = aj.SinkhornSpec(num_steps=4, epsilon=0.5, key_mass=key_mass, padding=padding)
         out, weights = compiled(
-            q, k, v, bias, jnp.asarray(mask), predictor=predictor, spec=spec, return_weights=True
+            q, k, v, bias, problems.array(mask), predictor=predictor, spec=spec, return_weights=True
         )
         expected_out, expected = reference.compiled_layer(
             q,
@@ -196,7 +196,7 @@ def test_compiled_layer_with_bias_and_masks_follows_the_reference(rng, key_mass,
         np.testing.assert_allclose(out, expected_out, rtol=0, atol=5e-5)
         other = {"self": "none", "none": "self"}[padding]
         overruled = compiled(
-            q, k, v, bias, jnp.asarray(mask),
+            q, k, v, bias, problems.array(mask),
             predictor=predictor.replace(padding=padding),
             spec=dataclasses.replace(spec, padding=other),
             return_weights=True,
@@ -224,7 +224,7 @@ def one_head(rng, dtype):
     q = q * np.sqrt(50 / reference.query_shift(q).max())
     s = reference.scores(problems.heads_first(q), problems.heads_first(k))
     k = k * (10 / np.abs(s).max())
-    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    q, k, v = (problems.array(x, dtype) for x in (q, k, v))
     return q, k, v, reference.scores(problems.heads_first(q), problems.heads_first(k))[0, 0]
 
 
@@ -239,7 +239,7 @@ def given_dual(dual, own, dtype, side="query"):
         directions=jnp.eye(1, 8),
         coefficients=jnp.zeros(1),
         side=side,
-        token_bias=jnp.asarray(dual, dtype) + shift,
+        token_bias=problems.array(dual, dtype) + shift,
     )
 
 
@@ -284,8 +284,8 @@ def test_softmax_attention_is_the_one_of_jax(rng):
     q, k, v = problems.attention_inputs(rng)
     bias, mask = problems.normal(rng, 1, 3, 7, 5), problems.random_mask(rng, 2, 1, 7, 5)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        expected = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=jnp.asarray(mask))
-    chex.assert_trees_all_close(softmax(q, k, v, bias, jnp.asarray(mask)), expected, atol=2e-6)
+        expected = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=problems.array(mask))
+    chex.assert_trees_all_close(softmax(q, k, v, bias, problems.array(mask)), expected, atol=2e-6)
 
 
 def test_softmax_attention_is_the_one_step_teacher(rng):

@@ -22,8 +22,8 @@ FEATURES = HEADS * DIM
 NAMES = ("softmax", "sinkhorn", "asap, moments", "diff", "esp, soft", "esp, hard")
 MASKS = {
     "tokens, float32": tokens([LENGTH, 4]).astype(jnp.float32),
-    "keys": jnp.asarray(problems.key_padding([LENGTH, 4], LENGTH)),
-    "keys of one example": jnp.asarray(problems.key_padding([5], LENGTH)),
+    "keys": problems.array(problems.key_padding([LENGTH, 4], LENGTH)),
+    "keys of one example": problems.array(problems.key_padding([5], LENGTH)),
 }
 
 
@@ -147,7 +147,7 @@ class Case:
     def function(self, layer, **settings):
         """The function that the layer is expected to compute, its learned vectors bound."""
         if self.name == "diff":
-            learned = {name: jnp.asarray(layer.learned[name]) for name in VECTORS}
+            learned = {name: problems.array(layer.learned[name]) for name in VECTORS}
             settings |= {"depth": 1, "norm_scale": layer.learned["scale"], **learned}
         return jax.jit(self.operator.bind(**settings))
 
@@ -183,7 +183,7 @@ def test_the_output_is_that_of_the_function_on_the_projections(case, x):
         masks.pop("keys of one example")
     if case.operator.entries:
         mask = problems.random_mask(np.random.default_rng(1), BATCH, HEADS, LENGTH, LENGTH)
-        masks["entry by entry"] = jnp.asarray(mask)
+        masks["entry by entry"] = problems.array(mask)
     unmasked = layer(x)
     for name, mask in masks.items():
         expected = layer.output(function(*layer.project(x), mask=mask))

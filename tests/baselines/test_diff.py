@@ -140,7 +140,7 @@ def test_without_vectors_lambda_is_its_initial_value(rng):
 
 def test_lambda_init_may_be_traced_as_in_a_scan_over_depths(rng):
     q, k, v = inputs(rng)
-    starts = jnp.asarray([diff_lambda_init(depth) for depth in range(3)], jnp.float32)
+    starts = problems.array([diff_lambda_init(depth) for depth in range(3)], jnp.float32)
     _, outs = jax.lax.scan(
         lambda c, start: (c, diff_attention(q, k, v, lambda_init=start)), None, starts
     )
@@ -161,7 +161,9 @@ def test_bias_and_masks_of_single_heads_follow_the_reference(rng):
     whole = problems.random_mask(rng, 2, 1, 7, 5)
     whole[0, 0, 3] = False
     for mask in (whole, problems.random_mask(rng, 2, 4, 7, 5), problems.key_padding([5, 3], 5)):
-        out, weights = attention(q, k, v, bias, jnp.asarray(mask), **learned, return_weights=True)
+        out, weights = attention(
+            q, k, v, bias, problems.array(mask), **learned, return_weights=True
+        )
         expected_out, expected = reference(q, k, v, bias, mask, **learned)
         np.testing.assert_allclose(weights, expected, rtol=0, atol=2e-6)
         np.testing.assert_allclose(out, expected_out, rtol=0, atol=5e-6)
@@ -170,7 +172,7 @@ def test_bias_and_masks_of_single_heads_follow_the_reference(rng):
 def test_a_causal_mask_is_honoured_as_a_mask(rng):
     q, k, v = inputs(rng, keys=7)
     mask = np.tril(np.ones((7, 7), bool))[None, None]
-    out = attention(q, k, v, mask=jnp.asarray(mask))
+    out = attention(q, k, v, mask=problems.array(mask))
     np.testing.assert_allclose(out, reference(q, k, v, mask=mask)[0], rtol=0, atol=5e-6)
 
 
@@ -178,8 +180,8 @@ def test_queries_without_keys_give_exact_zeros_and_no_gradient(rng):
     q, k, v = inputs(rng)
     mask = np.ones((2, 1, 7, 5), bool)
     mask[0, 0, 3], mask[1] = False, False
-    loss = lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v, mask=jnp.asarray(mask))))
-    out = attention(q, k, v, mask=jnp.asarray(mask))
+    loss = lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v, mask=problems.array(mask))))
+    out = attention(q, k, v, mask=problems.array(mask))
     grads = jax.grad(loss, (0, 1, 2))(q, k, v)
     chex.assert_tree_all_finite((out, grads))
     for x in (out, *grads):
@@ -194,7 +196,7 @@ def test_queries_without_keys_give_exact_zeros_and_no_gradient(rng):
 def test_gradients_match_finite_differences(rng, x64):
     q, k, v = inputs(rng, dtype="float64")
     learned = parameters(rng, dtype="float64")
-    mask = jnp.asarray(problems.random_mask(rng, 2, 1, 7, 5))
+    mask = problems.array(problems.random_mask(rng, 2, 1, 7, 5))
     bias = problems.normal(rng, 1, 4, 7, 5, dtype="float64")
     mixing = problems.normal(rng, 2, 7, 4, 4, dtype="float64")
     names = tuple(learned)
@@ -213,7 +215,7 @@ def test_gradients_match_finite_differences(rng, x64):
 
 def sequences(rng):
     """Two token sequences of lengths 6 and 4, and their mask as Flax makes it."""
-    valid = jnp.asarray(np.arange(6) < np.array([[6], [4]]), jnp.float32)
+    valid = problems.array(np.arange(6) < np.array([[6], [4]]), jnp.float32)
     return problems.normal(rng, 2, 6, 16), nn.make_attention_mask(valid, valid)
 
 

@@ -163,7 +163,7 @@ def test_exact_matchings_are_doubly_stochastic(rng):
 
 def test_equal_values_are_matched_in_token_order_by_the_exact_mode_only(rng):
     q, k, v = inputs(rng, 8, dim=3)
-    q, k = jnp.round(q), jnp.round(k)
+    q, k = np.round(q), np.round(k)
     assert len(np.unique(np.asarray(q)[0, :, 0, 0])) < 8
     for mode in ("hard", "hard_released"):
         _, weights = attention(q, k, v, mode=mode, return_weights=True)
@@ -191,7 +191,7 @@ def test_a_large_inverse_temperature_picks_the_cheapest_slice_and_zero_the_mean(
 @pytest.mark.parametrize("mode", MODES)
 def test_a_common_shift_of_queries_and_keys_changes_nothing(rng, mode):
     q, k, v = inputs(rng, 16)
-    q, k = jnp.round(q * 64) / 64, jnp.round(k * 64) / 64
+    q, k = (np.round(np.asarray(x) * 64) / 64 for x in (q, k))
     for directions in (None, problems.normal(rng, 6, 4)):
         function = functools.partial(attention, mode=mode, directions=directions)
         moved = function(q + 1024, k + 1024, v)
@@ -200,10 +200,11 @@ def test_a_common_shift_of_queries_and_keys_changes_nothing(rng, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_may_come_in_any_order(rng, mode):
-    q, k, v = inputs(rng)
+    q, k, v = map(np.asarray, inputs(rng))
     rows, columns = rng.permutation(7), rng.permutation(7)
     moved = attention(q[:, rows], k[:, columns], v[:, columns], mode=mode)
-    chex.assert_trees_all_close(moved, attention(q, k, v, mode=mode)[:, rows], atol=1e-5)
+    whole = np.asarray(attention(q, k, v, mode=mode))
+    chex.assert_trees_all_close(moved, whole[:, rows], atol=1e-5)
 
 
 @hypothesis.given(n=st.integers(0, 9), m=st.integers(0, 9))
@@ -223,18 +224,18 @@ def spellings(valid):
     size = valid.shape[-1]
     key_only = valid[:, None, None, :]
     both = valid[:, None, :, None] & key_only
-    additive = jnp.where(jnp.asarray(key_only), 0.0, -1e9)
+    additive = lambda mask, fill: np.where(mask, np.float32(0), np.float32(fill))
     return {
-        "key only": (jnp.asarray(key_only), None),
+        "key only": (problems.array(key_only), None),
         "numpy": (key_only, None),
-        "int": (jnp.asarray(key_only, jnp.int32), None),
-        "float": (jnp.asarray(key_only, jnp.float32), None),
-        "per head": (jnp.broadcast_to(key_only, (*valid.shape[:1], 3, 1, size)), None),
-        "tokens": (jnp.asarray(both), None),
-        "flax": (nn.make_attention_mask(jnp.asarray(valid), jnp.asarray(valid)), None),
-        "bias": (None, additive),
-        "-inf": (None, jnp.where(jnp.asarray(both), 0.0, -jnp.inf)),
-        "mask and bias": (jnp.asarray(valid[:, None, :, None]), additive),
+        "int": (problems.array(key_only, jnp.int32), None),
+        "float": (problems.array(key_only, jnp.float32), None),
+        "per head": (np.broadcast_to(key_only, (*valid.shape[:1], 3, 1, size)), None),
+        "tokens": (problems.array(both), None),
+        "flax": (nn.make_attention_mask(valid, valid), None),
+        "bias": (None, additive(key_only, -1e9)),
+        "-inf": (None, additive(both, -np.inf)),
+        "mask and bias": (problems.array(valid[:, None, :, None]), additive(key_only, -1e9)),
     }
 
 
@@ -243,9 +244,9 @@ def test_padding_in_every_spelling_is_as_if_the_tokens_were_not_there(rng, mode)
     q, k, v = inputs(rng)
     valid = lengths_to_valid([7, 4], 7)
     expected_out, expected = layer(q, k, v, mode=mode, query_valid=valid, key_valid=valid)
+    function = functools.partial(esp_attention, mode=mode, return_weights=True)
+    traced, raw = (jax.jit(function),), (jax.jit(function), function)
     for name, (mask, bias) in spellings(valid).items():
-        function = functools.partial(esp_attention, mode=mode, return_weights=True)
-        traced, raw = (jax.jit(function),), (jax.jit(function), function)
         for call in raw if name in ("key only", "mask and bias") else traced:
             out, weights = call(q, k, v, bias, mask)
             np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5, err_msg=name)
@@ -264,7 +265,7 @@ def test_padding_works_with_any_directions(rng, x64, mode):
     q, k, v = inputs(rng, dtype="float64")
     valid = lengths_to_valid([6, 3], 7)
     directions = problems.normal(rng, 5, 4, dtype="float64")
-    mask = jnp.asarray(valid[:, None, None])
+    mask = problems.array(valid[:, None, None])
     _, weights = attention(
         q, k, v, mask=mask, mode=mode, directions=directions, return_weights=True
     )
@@ -281,7 +282,7 @@ def test_cross_attention_keeps_every_query_and_joins_quantiles(rng, x64, mode):
             q,
             k,
             v,
-            mask=jnp.asarray(key_valid[:, None, None]),
+            mask=problems.array(key_valid[:, None, None]),
             mode=mode,
             padding="none",
             temperature=0.01,
@@ -294,8 +295,10 @@ def test_cross_attention_keeps_every_query_and_joins_quantiles(rng, x64, mode):
 def test_exact_matching_needs_equal_counts_not_equal_lengths(rng):
     q, k, v = inputs(rng, 7, keys=5)
     query_valid, key_valid = lengths_to_valid([5, 3], 7), lengths_to_valid([5, 3], 5)
-    mask = jnp.asarray(query_valid[:, None, :, None] & key_valid[:, None, None, :])
-    _, weights = esp_attention(q, k, v, mask=mask, mode="hard", return_weights=True)
+    mask = query_valid[:, None, :, None] & key_valid[:, None, None, :]
+    # A mask that is not an argument keeps its values under jit.
+    function = functools.partial(esp_attention, mask=mask, mode="hard", return_weights=True)
+    _, weights = jax.jit(function)(q, k, v)
     settings = {"mode": "hard", "query_valid": query_valid, "key_valid": key_valid}
     np.testing.assert_allclose(weights, layer(q, k, v, **settings)[1], rtol=0, atol=1e-6)
 
@@ -317,9 +320,9 @@ def test_a_mask_of_single_pairs_is_refused_with_the_reason(rng, mode):
 def test_a_traced_mask_of_single_pairs_stays_finite_and_is_zero_where_masked(rng, mode):
     q, k, v = inputs(rng)
     mask = np.tril(np.ones((7, 7), bool))[None, None]
-    _, weights = attention(q, k, v, mask=jnp.asarray(mask), mode=mode, return_weights=True)
+    _, weights = attention(q, k, v, mask=problems.array(mask), mode=mode, return_weights=True)
     whole = attention(q, k, v, mode=mode, return_weights=True)[1]
-    chex.assert_trees_all_close(weights, jnp.where(mask, whole, 0), atol=1e-6)
+    chex.assert_trees_all_close(weights, np.where(mask, whole, 0), atol=1e-6)
 
 
 def test_a_bias_that_does_more_than_mask_is_refused(rng):
@@ -337,7 +340,7 @@ def test_a_bias_that_does_more_than_mask_is_refused(rng):
 @pytest.mark.parametrize("case", ["square", "cross", "masked", "directions"])
 def test_gradients_match_finite_differences(rng, x64, case, implementation):
     q, k, v = inputs(rng, keys=5 if case == "cross" else 7, dtype="float64")
-    mask = jnp.asarray(lengths_to_valid([7, 4], 7)[:, None, None]) if case == "masked" else None
+    mask = problems.array(lengths_to_valid([7, 4], 7)[:, None, None]) if case == "masked" else None
     bank = problems.normal(rng, 5, 4, dtype="float64") if case == "directions" else None
     mixing = problems.normal(rng, 2, 7, 3, 4, dtype="float64")
 
@@ -383,7 +386,7 @@ def test_streaming_and_dense_agree_in_value_and_gradient(rng):
             loss = lambda q, k, v, settings=(mode, implementation): jnp.sum(
                 jnp.sin(attention(q, k, v, mode=settings[0], implementation=settings[1]))
             )
-            both.append(jax.value_and_grad(loss, (0, 1, 2))(q, k, v))
+            both.append(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v))
         chex.assert_trees_all_close(*both, atol=2e-4, rtol=2e-4)
 
 
@@ -391,21 +394,27 @@ def test_the_released_flag_has_the_gradient_of_the_relaxation_of_its_ranks(rng, 
     x = problems.normal(rng, 6, dtype="float64")
     mixing = problems.normal(rng, 6, 6, dtype="float64")
     ranks = functools.partial(softsort.soft_permutation, valid=None, sharpness=jnp.asarray(3.0))
-    grads = [
-        jax.grad(lambda x, harden=harden: jnp.sum(mixing * ranks(x, harden=harden)))(x)
-        for harden in (False, True)
-    ]
-    chex.assert_trees_all_close(*grads)
-    np.testing.assert_array_equal(np.asarray(ranks(x, harden=True)), top_ranks(x, 1 / 3))
+
+    @functools.partial(jax.jit, static_argnames="harden")
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(x, *, harden):
+        found = ranks(x, harden=harden)
+        return jnp.sum(mixing * found), found
+
+    soft, _ = gradient(x, harden=False)
+    hard, found = gradient(x, harden=True)
+    chex.assert_trees_all_close(soft, hard)
+    np.testing.assert_array_equal(found, top_ranks(x, 1 / 3))
 
 
 @pytest.mark.parametrize("tau", [1e-3, 1e-12, 0.0])
 def test_gradients_stay_finite_at_equal_tokens_and_tiny_temperatures(rng, tau):
     q, _, v = inputs(rng)
-    q = jnp.concatenate([q[:, :3], q[:, :3], jnp.zeros_like(q[:, :1])], 1)
+    q = np.asarray(q)
+    q = np.concatenate([q[:, :3], q[:, :3], np.zeros_like(q[:, :1])], 1)
     loss = lambda q, k, v, tau: jnp.sum(jnp.sin(attention(q, k, v, temperature=tau)))
-    value, grads = jax.value_and_grad(loss, (0, 1, 2, 3))(q, q, v, jnp.float32(tau))
-    chex.assert_tree_all_finite((value, grads))
+    evaluate = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    chex.assert_tree_all_finite(evaluate(q, q, v, np.float32(tau)))
 
 
 def test_temperatures_may_be_traced_and_compile_once(rng):
@@ -418,7 +427,8 @@ def test_temperatures_may_be_traced_and_compile_once(rng):
         chex.assert_trees_all_close(
             function(q, k, v, jnp.float32(tau)), attention(q, k, v, temperature=tau), atol=1e-6
         )
-    many = jax.vmap(lambda tau: attention(q, k, v, temperature=tau))(jnp.asarray([0.5, 1e-3]))
+    every = jax.jit(jax.vmap(lambda tau: attention(q, k, v, temperature=tau)))
+    many = np.asarray(every(np.float32([0.5, 1e-3])))
     chex.assert_trees_all_close(many[1], attention(q, k, v, temperature=1e-3), atol=1e-6)
 
 
@@ -432,15 +442,16 @@ def test_runs_sharded_over_examples_with_keys_that_are_not(rng, mode):
     sharded = jax.shard_map(
         gradient, mesh=mesh, in_specs=(split, whole, split), out_specs=(split, split)
     )
-    grads = jax.block_until_ready(jax.jit(sharded)(q, k[:1], v))
-    expected = jax.jit(gradient)(q, jnp.repeat(k[:1], 2, 0), v)
+    k = np.asarray(k)[:1]
+    grads = jax.block_until_ready(jax.jit(sharded)(q, k, v))
+    expected = jax.jit(gradient)(q, np.repeat(k, 2, 0), v)
     chex.assert_trees_all_close(grads, expected, atol=1e-4)
 
 
 def test_forward_mode_is_had_from_the_dense_form(rng):
     q, k, v = inputs(rng)
     function = lambda q: esp_attention(q, k, v, implementation="dense")
-    _, tangent = jax.jvp(function, (q,), (jnp.ones_like(q),))
+    _, tangent = jax.jit(lambda q: jax.jvp(function, (q,), (jnp.ones_like(q),)))(q)
     chex.assert_tree_all_finite(tangent)
 
 
@@ -464,13 +475,13 @@ def test_memory_does_not_grow_with_the_number_of_slices(rng):
 
 def sequences(rng):
     """Two token sequences of lengths 6 and 4, and their mask as Flax makes it."""
-    valid = jnp.asarray(lengths_to_valid([6, 4], 6), jnp.float32)
+    valid = problems.array(lengths_to_valid([6, 4], 6), jnp.float32)
     return problems.normal(rng, 2, 6, 12), nn.make_attention_mask(valid, valid)
 
 
 def test_linen_models_anneal_inside_a_jitted_step(rng):
     x, mask = sequences(rng)
-    variables = nn.MultiHeadDotProductAttention(num_heads=3).init(jax.random.key(0), x)
+    variables = jax.jit(nn.MultiHeadDotProductAttention(num_heads=3).init)(jax.random.key(0), x)
     schedule = esp_temperature_schedule("annealed", init_value=0.1, num_steps=10)
 
     @jax.jit
@@ -482,7 +493,7 @@ def test_linen_models_anneal_inside_a_jitted_step(rng):
     for step in (0, 10):
         fixed = aj.linen.EspAttention(temperature=float(schedule(step)))
         model = nn.MultiHeadDotProductAttention(num_heads=3, attention_fn=fixed)
-        expected = model.apply(variables, x, mask=mask)
+        expected = jax.jit(model.apply)(variables, x, mask=mask)
         chex.assert_trees_all_close(run(variables, schedule(step)), expected, atol=1e-5)
 
 
@@ -578,7 +589,7 @@ def test_exact_matching_of_different_numbers_is_refused_with_the_reason(rng):
     with pytest.raises(ValueError, match="one to one"):
         attention(q, k, v, mode="hard")
     q, k, v = inputs(rng)
-    mask = jnp.asarray(lengths_to_valid([7, 4], 7)[:, None, None])
+    mask = problems.array(lengths_to_valid([7, 4], 7)[:, None, None])
     with pytest.raises(ValueError, match="7 active queries and 4 active keys"):
         esp_attention(q, k, v, mask=mask, mode="hard", padding="none")
 

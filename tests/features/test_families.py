@@ -32,9 +32,8 @@ def test_families_compile_and_can_be_saved_and_loaded(rng, tmp_path, features, w
     aj.save(tmp_path / "compiled.npz", result)
     loaded = aj.load(tmp_path / "compiled.npz", like=variables)
     chex.assert_trees_all_equal(loaded["asap"], dict(result.variables["asap"]))
-    chex.assert_trees_all_equal(
-        model.apply(loaded, batches[1]), model.apply(result.variables, batches[1])
-    )
+    apply = jax.jit(model.apply)
+    chex.assert_trees_all_equal(apply(loaded, batches[1]), apply(result.variables, batches[1]))
 
 
 def test_moments_predict_better_than_the_same_number_of_slices(rng):
@@ -94,7 +93,7 @@ def test_settings_of_a_fit_change_its_coefficients(rng, settings):
     plain = compile_model(batches, closures=closures, features="moments")
     other = compile_model(batches, **{"closures": 2, **settings}, features="moments")
     coefficients = lambda result: result.states[FIRST].predictor.coefficients
-    assert jnp.abs(coefficients(other) - coefficients(plain)).max() > 1e-4
+    assert np.abs(np.subtract(coefficients(other), coefficients(plain))).max() > 1e-4
 
 
 @pytest.mark.parametrize("settings", [
@@ -105,8 +104,8 @@ def test_padding_of_a_fit_overrides_that_of_the_spec(rng, settings):
     """Padded queries of a key mask carry features: coefficients, weights and report agree."""
     mask = np.arange(6).reshape(1, 1, 1, 6) < 4
     batches = [{"x": x, "mask": mask} for x in data(rng)]
-    _, variables = teacher()
-    model = lambda padding: Model((dataclasses.replace(SPEC, padding=padding),) * 2)
+    _, variables = teacher((SPEC,))
+    model = lambda padding: Model((dataclasses.replace(SPEC, padding=padding),))
     by_fit = compile_model(batches, model("self"), variables, padding="none", **settings)
     by_spec = compile_model(batches, model("none"), variables, **settings)
     plain = compile_model(batches, model("self"), variables, **settings)

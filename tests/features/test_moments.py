@@ -22,6 +22,16 @@ features = jax.jit(
 )
 
 
+@jax.jit
+def folded_forms(family, w, q, k, query_valid, key_valid):
+    """(the family's own linear form, the prediction of a predictor with these coefficients)."""
+    predictor = aj.Predictor((family,), coefficients=w)
+    return (
+        family.linear(w, check_tokens(q, k, None, query_valid, key_valid)),
+        aj.predict(predictor, q, k, query_valid=query_valid, key_valid=key_valid),
+    )
+
+
 def expected(q, k, query_valid=None, key_valid=None, **settings):
     return reference.batched(
         lambda q, k, query_valid, key_valid: reference.moment_features(
@@ -56,13 +66,13 @@ def test_leaving_out_absolute_features_does_not_change_the_others(rng):
     q, k = problems.per_head(rng)
     x = features(SHAPED, q, k)
     assert x.shape[-1] == SHAPED.num_features(4) == 10
-    chex.assert_trees_all_close(x, features(FAMILY, q, k)[..., :10], atol=1e-6)
+    chex.assert_trees_all_close(x, np.asarray(features(FAMILY, q, k))[..., :10], atol=1e-6)
 
 
 def test_moments_use_active_tokens_and_give_features_of_all_tokens(rng, x64):
     q, k = problems.per_head(rng, dtype="float64")
     query_valid, key_valid = validities(rng)
-    x = features(FAMILY, q, k, jnp.asarray(query_valid), jnp.asarray(key_valid))
+    x = features(FAMILY, q, k, problems.array(query_valid), problems.array(key_valid))
     loop = expected(q, k, query_valid, key_valid)
     np.testing.assert_allclose(x, loop, rtol=0, atol=1e-12)
     assert np.abs(loop[:, 0][~query_valid[:, 0]]).max() > 0.1
@@ -70,9 +80,9 @@ def test_moments_use_active_tokens_and_give_features_of_all_tokens(rng, x64):
 
 def test_values_of_masked_tokens_do_not_change_active_tokens(rng):
     q, k = problems.per_head(rng)
-    query_valid, key_valid = map(jnp.asarray, validities(rng))
-    spoil = lambda x, valid: jnp.where(valid[..., None], x, jnp.nan)
-    keep = lambda x: jnp.where(query_valid[..., None], x, jnp.zeros_like(x))
+    query_valid, key_valid = validities(rng)
+    spoil = lambda x, valid: np.where(valid[..., None], x, np.float32(np.nan))
+    keep = lambda x: np.where(query_valid[..., None], x, np.float32(0))
     spoilt = features(FAMILY, spoil(q, query_valid), spoil(k, key_valid), query_valid, key_valid)
     clean = features(FAMILY, q, k, query_valid, key_valid)
     chex.assert_trees_all_equal(keep(spoilt), keep(clean))
@@ -80,13 +90,13 @@ def test_values_of_masked_tokens_do_not_change_active_tokens(rng):
 
 def test_features_are_finite_without_an_active_token(rng):
     q, k = problems.per_head(rng)
-    chex.assert_tree_all_finite(features(FAMILY, q, k, jnp.zeros(7, bool), jnp.zeros(5, bool)))
+    chex.assert_tree_all_finite(features(FAMILY, q, k, np.zeros(7, bool), np.zeros(5, bool)))
 
 
 @pytest.mark.parametrize("offset", [10.0, 1e3])
 def test_a_common_offset_changes_nothing_but_the_absolute_features(rng, offset):
-    q, k = problems.per_head(rng, queries=64, keys=64)
-    shift = jnp.asarray(offset * np.sign(rng.normal(size=(1, 1, 1, 4))), jnp.float32)
+    q, k = map(np.asarray, problems.per_head(rng, queries=64, keys=64))
+    shift = np.float32(offset) * np.sign(rng.normal(size=(1, 1, 1, 4))).astype(np.float32)
     plain = expected(q, k)[..., :10]
     moved = features(SHAPED, q + shift, k + shift)
     size = np.sqrt(np.mean(plain**2, axis=(0, 1, 2)))
@@ -103,12 +113,10 @@ def test_the_folded_forms_equal_the_features(rng, dtype, family, per_head, maske
     q, k = problems.per_head(rng, dtype=dtype)
     count = family.num_features(4)
     w = problems.normal(rng, *((3, count) if per_head else (count,)), dtype=dtype)
-    valid = tuple(map(jnp.asarray, validities(rng))) if masked else (None, None)
+    valid = tuple(map(problems.array, validities(rng))) if masked else (None, None)
     x = features(family, q, k, *valid)
     direct = np.einsum("bhnf,hf->bhn", x, np.broadcast_to(w, (3, count)))
-    folded = np.asarray(jax.jit(lambda w: family.linear(w, check_tokens(q, k, None, *valid)))(w))
-    mean = np.asarray(aj.predict(aj.Predictor((family,), coefficients=w), q, k,
-                                 query_valid=valid[0], key_valid=valid[1]))  # fmt: skip
+    folded, mean = map(np.asarray, folded_forms(family, w, q, k, *valid))
     tolerance = {"float32": 2e-5, "float64": 1e-12}[dtype.name]
     difference = folded - direct
     np.testing.assert_allclose(
@@ -141,7 +149,7 @@ def test_families_are_concatenated_on_both_sides(rng, x64, side):
         (other, 2),
         (w, 1),
     )
-    np.testing.assert_allclose(aj.predict(predictor, q, k), loop, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(aj.predict)(predictor, q, k), loop, atol=1e-6)
 
 
 def test_a_wrong_number_of_coefficients_is_refused(rng):

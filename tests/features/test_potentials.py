@@ -74,7 +74,9 @@ def test_any_lengths_follow_the_quantile_formula(rng, dtype, queries, keys):
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (12, 7), (7, 12), (9, 3), (5, 1), (1, 5)])
 def test_potentials_solve_the_transport_problem_on_a_line(rng, queries, keys):
     a, b = rng.normal(size=queries), 1.0 + 2.0 * rng.normal(size=keys)
-    f = np.asarray(on_a_line(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)), np.float64)
+    f = np.asarray(
+        on_a_line(problems.array(a, jnp.float32), problems.array(b, jnp.float32)), np.float64
+    )
     value, infeasible = dual_value(f, a, b)
     assert infeasible <= 1e-5
     np.testing.assert_allclose(value, reference.transport_optimum(a, b), rtol=0, atol=1e-5)
@@ -84,7 +86,9 @@ def test_a_peer_library_finds_the_same_optimum(rng):
     import ot
 
     a, b = rng.normal(size=150), 0.5 + rng.normal(size=90) ** 2
-    f = np.asarray(on_a_line(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)), np.float64)
+    f = np.asarray(
+        on_a_line(problems.array(a, jnp.float32), problems.array(b, jnp.float32)), np.float64
+    )
     value, infeasible = dual_value(f, a, b)
     assert infeasible <= 1e-5
     np.testing.assert_allclose(value, ot.emd2_1d(a, b, metric="sqeuclidean") / 2, atol=1e-5)
@@ -102,8 +106,8 @@ def test_masked_tokens_are_not_in_the_support(rng, dtype, queries, keys, outside
         q,
         k,
         BANK,
-        query_valid=jnp.asarray(query_valid),
-        key_valid=jnp.asarray(key_valid),
+        query_valid=problems.array(query_valid),
+        key_valid=problems.array(key_valid),
         outside=outside,
     )
     loop = expected(q, k, BANK, query_valid, key_valid, outside=outside)
@@ -118,7 +122,7 @@ def test_masked_tokens_are_not_in_the_support(rng, dtype, queries, keys, outside
 @pytest.mark.parametrize("outside", ["extend", "zero"])
 def test_values_of_masked_tokens_do_not_matter(rng, outside):
     q, k = problems.per_head(rng, queries=7, keys=7)
-    valid = jnp.asarray(np.arange(7) < 5)[None, None]
+    valid = problems.array(np.arange(7) < 5)[None, None]
     settings = {"query_valid": valid, "key_valid": valid, "outside": outside}
     clean = sliced_potentials(q, k, BANK, **settings)
     for rubbish in (jnp.nan, jnp.inf, -1e30):
@@ -135,7 +139,7 @@ def test_padding_changes_nothing_at_real_tokens(rng):
     alone = sliced_potentials(q, k, BANK)
     for size in (9, 16):
         more = [problems.normal(rng, 2, 3, size - 6, 4, size=5.0) for _ in range(2)]
-        valid = jnp.asarray(np.arange(size) < 6)[None, None]
+        valid = problems.array(np.arange(size) < 6)[None, None]
         x = sliced_potentials(
             *(jnp.concatenate(pair, -2) for pair in zip((q, k), more, strict=True)),
             BANK,
@@ -150,14 +154,14 @@ def test_validities_broadcast(rng, shape):
     q, k = problems.per_head(rng, queries=7, keys=5)
     valid = rng.random(shape) < 0.7
     full = np.broadcast_to(valid, (2, 3, 7))
-    x = sliced_potentials(q, k, BANK, query_valid=jnp.asarray(valid))
-    y = sliced_potentials(q, k, BANK, query_valid=jnp.asarray(full, jnp.float32))
+    x = sliced_potentials(q, k, BANK, query_valid=problems.array(valid))
+    y = sliced_potentials(q, k, BANK, query_valid=problems.array(full, jnp.float32))
     chex.assert_trees_all_close(x, y, atol=1e-6)
 
 
 def test_directions_are_normalised_on_entry(rng):
     q, k = problems.per_head(rng)
-    sizes = jnp.asarray(rng.uniform(0.1, 9.0, size=(6, 1)), jnp.float32)
+    sizes = problems.array(rng.uniform(0.1, 9.0, size=(6, 1)), jnp.float32)
     chex.assert_trees_all_close(
         sliced_potentials(q, k, sizes * BANK), sliced_potentials(q, k, BANK), atol=1e-5
     )
@@ -175,7 +179,7 @@ def test_a_common_offset_does_not_move_float32_potentials(rng, size):
     q, k = problems.per_head(rng, queries=16, keys=16)
     # Rounded to the grid that the offset leaves, so that both runs see the same tokens.
     q, k = (jnp.round(x * 256) / 256 for x in (q, k))
-    offset = jnp.asarray(np.full(4, size), jnp.float32)[None, None, None]
+    offset = problems.array(np.full(4, size), jnp.float32)[None, None, None]
     plain = sliced_potentials(q, k, BANK)
     moved = sliced_potentials(q + offset, k + offset, BANK)
     assert float(jnp.abs(moved - plain).max()) <= 1e-3 * float(jnp.abs(plain).max())
@@ -196,8 +200,8 @@ def test_an_offset_of_one_side_adds_its_product(rng, x64):
 
 
 def test_ties_and_signed_zeros_give_the_right_potentials():
-    a = jnp.asarray([0.0, -0.0, 1.0, 1.0, 1e-40, -1e-40, 1.0, -2.0], jnp.float32)
-    b = jnp.asarray([0.5, 0.5, -0.0, 0.0, 0.5, 2.0, -1e-42, 1.0], jnp.float32)
+    a = problems.array([0.0, -0.0, 1.0, 1.0, 1e-40, -1e-40, 1.0, -2.0], jnp.float32)
+    b = problems.array([0.5, 0.5, -0.0, 0.0, 0.5, 2.0, -1e-42, 1.0], jnp.float32)
     f = np.asarray(on_a_line(a, b))
     np.testing.assert_allclose(f, reference.square_potential(a, b), atol=1e-6)
     for group in ([0, 1, 4, 5], [2, 3, 6]):
@@ -225,7 +229,7 @@ def test_half_precision_tokens_give_float32_potentials(rng, low):
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (7, 5)])
 def test_gradient_matches_finite_differences_away_from_ties(rng, x64, queries, keys):
     q, k = problems.per_head(rng, dtype="float64", queries=queries, keys=keys)
-    valid = jnp.asarray(np.arange(queries) != 2)[None, None]
+    valid = problems.array(np.arange(queries) != 2)[None, None]
     mixing = problems.normal(rng, 2, 3, queries, 6, dtype="float64")
     bank = BANK.astype(jnp.float64)
     loss = lambda q, k, bank: jnp.sum(
@@ -262,10 +266,10 @@ def test_vmap_over_one_side_equals_a_loop(rng):
 def test_ties_and_any_support_match_the_reference_loop(a, b, query_valid, key_valid):
     with jax.enable_x64(True):
         f = on_a_line(
-            jnp.asarray(a),
-            jnp.asarray(b),
-            query_valid=jnp.asarray(query_valid),
-            key_valid=jnp.asarray(key_valid),
+            problems.array(a),
+            problems.array(b),
+            query_valid=problems.array(query_valid),
+            key_valid=problems.array(key_valid),
         )
     loop = reference.general_potential(a, b, query_valid, key_valid)
     np.testing.assert_allclose(f, loop, atol=1e-10)

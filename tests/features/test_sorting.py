@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,17 +17,17 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-45, np.inf, -np.inf, 3.4e38, -3.4e38, 1.0, -1.0
 
 @given(hnp.arrays(np.float32, (3, 8), elements=st.sampled_from(SPECIAL) | st.floats(width=32)))
 def test_sorting_gives_the_order_of_numpy(x):
-    np.testing.assert_array_equal(sorting.ascending(jnp.asarray(x)), np.sort(x, axis=-1))
+    np.testing.assert_array_equal(sorting.ascending(problems.array(x)), np.sort(x, axis=-1))
 
 
 def test_float64_values_are_sorted(rng, x64):
     x = rng.normal(size=(2, 50)) * 10.0 ** rng.integers(-300, 300, (2, 50))
-    np.testing.assert_array_equal(sorting.ascending(jnp.asarray(x)), np.sort(x))
+    np.testing.assert_array_equal(sorting.ascending(problems.array(x)), np.sort(x))
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(f))])
 def test_values_and_derivatives_are_right_under_transforms(rng, transform):
-    x, t = (jnp.asarray(rng.normal(size=(4, 9)), jnp.float32) for _ in range(2))
+    x, t = (problems.array(rng.normal(size=(4, 9)), jnp.float32) for _ in range(2))
     loss = lambda x: jnp.sum(sorting.ascending(x) ** 3 * jnp.arange(9.0))
     order = np.argsort(x, axis=-1)
     expected = np.zeros(x.shape, np.float32)

@@ -66,7 +66,7 @@ def accepted(states):
 
 def peer(function, x, *data, tolerance):
     """What SciPy's L-BFGS-B finds with as much memory and the same test of the gradient."""
-    evaluate = lambda x: tuple(map(np.asarray, EVALUATE[function](jnp.asarray(x), *data)))
+    evaluate = lambda x: tuple(map(np.asarray, EVALUATE[function](problems.array(x), *data)))
     first = np.abs(evaluate(x)[1]).max()
     options = {"maxcor": lbfgs.MEMORY, "ftol": 0.0, "gtol": tolerance * first, "maxiter": 1000}
     return scipy.optimize.minimize(evaluate, x, jac=True, method="L-BFGS-B", options=options)
@@ -77,13 +77,13 @@ def random_quadratic(seed, decades, dtype="float64"):
     rng = np.random.default_rng(seed)
     rotation = np.linalg.qr(rng.normal(size=(SIZE, SIZE)))[0]
     matrix = rotation @ np.diag(10 ** rng.uniform(0, decades, size=SIZE)) @ rotation.T
-    return jnp.asarray(matrix, dtype), problems.normal(rng, SIZE, dtype=dtype)
+    return problems.array(matrix, dtype), problems.normal(rng, SIZE, dtype=dtype)
 
 
 def random_logistic(seed, size, dtype="float64"):
     rng = np.random.default_rng(seed)
     rows = problems.normal(rng, ROWS, SIZE, dtype=dtype, size=size)
-    return rows, jnp.asarray(rng.choice([-1.0, 1.0], ROWS), dtype)
+    return rows, problems.array(rng.choice([-1.0, 1.0], ROWS), dtype)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_the_search_ends_when_rounding_hides_all_progress(dtype, function, seed)
     assert reason(found) == ("no_progress" if found.gradient.any() else "gradient")
     exact = [np.asarray(part, np.float64) for part in data]
     with jax.enable_x64(True):
-        point = jnp.asarray(np.asarray(found.point, np.float64))
+        point = problems.array(np.asarray(found.point, np.float64))
         value, gradient = EVALUATE[function](point, *exact)
         _, first = EVALUATE[function](jnp.zeros(SIZE), *exact)
     scale = float(jnp.finfo(dtype).eps) * max(1.0, abs(float(value)))
@@ -264,8 +264,8 @@ def test_the_search_gives_up_when_every_trial_is_rejected(dtype):
 
 def test_the_search_stays_inside_a_bounded_domain(x64):
     """The first full step leaves the domain, where the logarithm is not a number."""
-    slope = jnp.asarray([3.0, 1.0, 0.5, 8.0, 2.0])
-    x = jnp.asarray([0.05, 0.4, 3.0, 0.01, 0.5])
+    slope = problems.array([3.0, 1.0, 0.5, 8.0, 2.0])
+    x = problems.array([0.05, 0.4, 3.0, 0.01, 0.5])
     states = search(barrier, x, slope, tolerance=1e-9)
     assert any(not np.isfinite(float(barrier(trial(state), slope))) for state in states)
     assert all((np.asarray(state.point) > 0).all() for state in states)

@@ -51,7 +51,7 @@ def test_rows_are_active_tokens_or_all_tokens_in_the_closures(rng, x64, num_step
     """Under a key-only mask padded queries take part in the closures; padded keys never do."""
     spec = aj.SinkhornSpec(num_steps)
     mask = problems.key_padding(LENGTHS, LENGTH)
-    record = record_of(rng, spec, jnp.asarray(mask))
+    record = record_of(rng, spec, problems.array(mask))
     sums = targets.layer_sums(record, FAMILIES, target=1, rows=rows)
     x, y, closing, active, _ = by_hand(record, spec, 1, mask)
     keep = active if rows == "active" else closing
@@ -66,7 +66,7 @@ def test_rows_are_active_tokens_or_all_tokens_in_the_closures(rng, x64, num_step
 def test_weighted_rows_use_the_curvature_of_one_closure(rng, x64, num_steps, damping):
     spec = aj.SinkhornSpec(num_steps)
     mask = problems.token_padding(LENGTHS, LENGTH)
-    record = record_of(rng, spec, jnp.asarray(mask))
+    record = record_of(rng, spec, problems.array(mask))
     sums = targets.layer_sums(record, FAMILIES, target=1, damping=damping)
     x, y, _, active, curvature = by_hand(record, spec, 1, mask)
     x, y = np.where(active[..., None], x, 0.0), np.where(active, y, 0.0)

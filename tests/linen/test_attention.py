@@ -73,7 +73,7 @@ def test_the_compiled_layer_is_asap_attention(rng):
     layer = attention()
     variables = initial(rng, layer)
     state = compile_model(layer, variables, batches).states["attention_fn"]
-    mask = jnp.asarray(MASKS["tokens, float32"])
+    mask = problems.array(MASKS["tokens, float32"])
     teacher = layer.apply(variables, batches[0], mask=mask)
     for closures in ("two_sided", "one_sided"):
         plain = attention(
@@ -152,7 +152,7 @@ def test_the_record_holds_the_inputs_of_the_call(rng, transform):
     (x,) = data(rng, 1)
     layer = attention()
     params = initial(rng, layer)["params"]
-    mask = jnp.asarray(MASKS["tokens, float32"])
+    mask = problems.array(MASKS["tokens, float32"])
     run = transform(lambda p, x: layer.apply({"params": p}, x, mask=mask, mutable="asap_capture"))
     out, state = run(params, x)
     record = state["asap_capture"]["attention_fn"]["record"]
@@ -182,7 +182,7 @@ def test_dropout_is_off_while_recording(rng):
 def test_a_stack_records_layer_by_layer(rng, kind):
     stack, stack_variables, loop, loop_variables = stacked(rng, kind)
     (x,) = data(rng, 1)
-    mask = jnp.asarray(MASKS["tokens, float32"])
+    mask = problems.array(MASKS["tokens, float32"])
     record = lambda model, v: jax.jit(functools.partial(model.apply, mutable=["asap_capture"]))(
         v, x, mask
     )[1]["asap_capture"]

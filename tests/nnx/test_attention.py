@@ -77,7 +77,7 @@ def test_plain_functions_serve_as_attention_fn(rng):
     chex.assert_trees_all_close(plain(batches[0]), layer(batches[0]), atol=1e-6)
     model = compile_model(layer, batches).model
     state = model.attention_fn.asap.get_value()
-    mask = jnp.asarray(MASKS["tokens, float32"])
+    mask = problems.array(MASKS["tokens, float32"])
     for closures in ("two_sided", "one_sided"):
         asap = functools.partial(
             aj.asap_attention, predictor=state.predictor, spec=SPEC, closures=closures
@@ -115,7 +115,7 @@ def test_a_state_of_another_spec_is_refused(rng):
 
 def test_the_record_holds_the_inputs_of_the_call(rng):
     (x,) = data(rng, 1)
-    layer, mask = shake(rng, attention()), jnp.asarray(MASKS["tokens, float32"])
+    layer, mask = shake(rng, attention()), problems.array(MASKS["tokens, float32"])
     recording = nnx.capture(lambda m, x: m(x, mask=mask), Capture)
     out, captured = recording(layer, x)
     found = captured["attention_fn"]["record"].get_value()

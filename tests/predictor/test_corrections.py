@@ -64,7 +64,7 @@ def test_corrections_follow_the_closures_in_order(rng, x64, num_closures, count,
     mask = problems.key_padding([6, 4], 6) if masked else None
     predictor = aj.Predictor(FAMILIES, coefficients=w, corrections=corrections, side=side)
     _, weights = jax.jit(aj.asap_attention, static_argnames=("closures", "return_weights"))(
-        query, key, value, mask=None if mask is None else jnp.asarray(mask),
+        query, key, value, mask=None if mask is None else problems.array(mask),
         predictor=predictor, spec=spec, closures=num_closures, return_weights=True,
     )  # fmt: skip
     stacked = np.stack([c.head.coefficients for c in corrections], 1)

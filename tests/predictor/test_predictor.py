@@ -61,8 +61,8 @@ def test_scale_and_validities_reach_the_features(rng, x64, side):
         q,
         k,
         scale=0.4,
-        query_valid=jnp.asarray(query_valid),
-        key_valid=jnp.asarray(key_valid),
+        query_valid=problems.array(query_valid),
+        key_valid=problems.array(key_valid),
     )
     loop = expected(q, k, w, query_valid, key_valid, side=side, scale=0.4)
     np.testing.assert_allclose(dual, loop, rtol=0, atol=1e-12)

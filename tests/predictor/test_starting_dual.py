@@ -65,7 +65,7 @@ KINDS = ("per head", "slices", "first step", "corrected", "hidden units", "of on
 )
 def test_predicting_in_groups_gives_the_same_output_and_gradient(rng, monkeypatch, kind, limit):
     q, k, v = problems.attention_inputs(rng, queries=LENGTH, keys=LENGTH, batch=BATCH)
-    mask = jnp.asarray(problems.token_padding([6, 4, 5, 3], LENGTH))
+    mask = problems.array(problems.token_padding([6, 4, 5, 3], LENGTH))
     bias = problems.normal(rng, 1, HEADS, 1, LENGTH)
     predictor = predictor_of(kind, rng)
     arrays = DeferredStart.of(predictor, SPEC, 3).arrays

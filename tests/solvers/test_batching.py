@@ -46,7 +46,7 @@ def test_mapping_over_groups_equals_one_call(rng, step):
 def test_attention_in_groups_equals_one_call_with_its_gradient(rng, monkeypatch):
     q, k, v = problems.attention_inputs(rng, queries=6, keys=6, batch=4)
     bias = problems.normal(rng, 1, 3, 6, 6)
-    mask = jnp.asarray(problems.random_mask(rng, 4, 1, 1, 6))
+    mask = problems.array(problems.random_mask(rng, 4, 1, 1, 6))
 
     def results():
         function = functools.partial(aj.sinkhorn_attention, mask=mask, spec=aj.SinkhornSpec(5))

@@ -62,7 +62,7 @@ def test_transform_makes_its_marginal_exact(rng, dtype, side):
 def test_log_target_sets_the_marginal(rng, x64, side):
     s, dual = problem(rng, side, "float64")
     length = 5 if side == "key" else 7
-    target = jnp.asarray(rng.uniform(0.1, 3.0, size=(2, 3, length)))
+    target = problems.array(rng.uniform(0.1, 3.0, size=(2, 3, length)))
     result = transforms[side](s, dual, epsilon=0.5, log_target=jnp.log(target))
     weights = weights_of(side, s, dual, result, epsilon=0.5)
     chex.assert_trees_all_close(side_sums(side, weights), target, rtol=1e-12)
@@ -77,14 +77,14 @@ def test_masked_entries_are_left_out_and_slots_without_entries_get_zero(rng, dty
     mask = problems.random_mask(rng, 2, 1, 7, 5)
     mask[0, 0, :, 3] = False
     mask[1, 0, 2, :] = False
-    result = transforms[side](s, dual, mask=jnp.asarray(mask))
+    result = transforms[side](s, dual, mask=problems.array(mask))
     expected = reference.batched(
         lambda s, dual, mask: references[side](s, dual, mask=mask), (s, 2), (dual, 1), (mask, 2)
     )
     chex.assert_trees_all_close(result, expected.astype(dtype), atol=TOLERANCE[dtype.name])
     empty = result[0, :, 3] if side == "key" else result[1, :, 2]
     assert (empty == 0).all()
-    weights = weights_of(side, s, dual, result, mask=jnp.asarray(mask))
+    weights = weights_of(side, s, dual, result, mask=problems.array(mask))
     assert (np.asarray(weights)[~np.broadcast_to(mask, weights.shape)] == 0).all()
 
 
@@ -95,7 +95,9 @@ def test_minus_infinite_scores_act_like_a_mask(rng, side):
     mask[0, 1, :, 2] = False
     hidden = jnp.where(mask, s, -jnp.inf)
     chex.assert_trees_all_close(
-        transforms[side](hidden, dual), transforms[side](s, dual, mask=jnp.asarray(mask)), atol=1e-6
+        transforms[side](hidden, dual),
+        transforms[side](s, dual, mask=problems.array(mask)),
+        atol=1e-6,
     )
 
 
@@ -103,10 +105,10 @@ def test_minus_infinite_scores_act_like_a_mask(rng, side):
 def test_values_of_masked_entries_do_not_matter(rng, side):
     s, dual = problem(rng, side)
     mask = problems.random_mask(rng, 2, 3, 7, 5)
-    clean = transforms[side](s, dual, mask=jnp.asarray(mask))
+    clean = transforms[side](s, dual, mask=problems.array(mask))
     for rubbish in (jnp.nan, jnp.inf, -jnp.inf, 1e38):
         dirty = jnp.where(mask, s, rubbish)
-        chex.assert_trees_all_equal(transforms[side](dirty, dual, mask=jnp.asarray(mask)), clean)
+        chex.assert_trees_all_equal(transforms[side](dirty, dual, mask=problems.array(mask)), clean)
 
 
 def test_duals_of_masked_slots_do_not_reach_the_weights(rng):
@@ -114,12 +116,12 @@ def test_duals_of_masked_slots_do_not_reach_the_weights(rng):
     mask = np.ones((1, 1, 7, 5), bool)
     mask[..., 4, :] = False
     mask[..., 2] = False
-    g = transforms["key"](s, f, mask=jnp.asarray(mask))
-    weights = attention_weights(s, f, g, mask=jnp.asarray(mask))
+    g = transforms["key"](s, f, mask=problems.array(mask))
+    weights = attention_weights(s, f, g, mask=problems.array(mask))
     assert np.isfinite(weights).all()
     for rubbish in (jnp.nan, jnp.inf, -jnp.inf):
         dirty = attention_weights(
-            s, f.at[..., 4].set(rubbish), g.at[..., 2].set(rubbish), mask=jnp.asarray(mask)
+            s, f.at[..., 4].set(rubbish), g.at[..., 2].set(rubbish), mask=problems.array(mask)
         )
         chex.assert_trees_all_equal(dirty, weights)
 
@@ -139,7 +141,7 @@ def test_transform_of_the_cost_kernel_is_the_shifted_score_transform(rng, x64, s
     near, far = (rho, kappa) if side == "key" else (kappa, rho)
     dual = problems.normal(rng, *near.shape, dtype="float64")
     chex.assert_trees_all_close(
-        transforms[side](jnp.asarray(-cost), dual),
+        transforms[side](problems.array(-cost), dual),
         transforms[side](s, dual - near) + far,
         atol=1e-12,
     )
@@ -169,7 +171,7 @@ def test_gradients_match_finite_differences_and_are_finite_at_empty_slots(rng, x
     mask[0, 0] = False
     mask[1, 1, :, 2] = False
     mask[1, 2, 3, :] = False
-    mask = jnp.asarray(mask)
+    mask = problems.array(mask)
     loss = lambda s, dual: jnp.sum(jnp.sin(transforms[side](s, dual, mask=mask)))
     exact, measured = problems.slope(loss, (s, dual), rng)
     np.testing.assert_allclose(exact, measured, rtol=1e-6)
@@ -181,7 +183,7 @@ def test_gradients_match_finite_differences_and_are_finite_at_empty_slots(rng, x
 @pytest.mark.parametrize("side", SIDES)
 def test_vmap_over_one_argument_equals_a_loop(rng, side):
     s, dual = problem(rng, side)
-    shared = jnp.asarray(dual[0])
+    shared = problems.array(dual[0])
     mapped = jax.vmap(transforms[side], in_axes=(0, None))(s, shared)
     chex.assert_trees_all_close(
         mapped, jnp.stack([transforms[side](x, shared) for x in s]), atol=1e-6

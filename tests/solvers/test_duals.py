@@ -63,7 +63,7 @@ def test_masks_key_mass_and_epsilon_follow_the_reference(rng, dtype, num_steps, 
     mask[0, 0, 2, :] = False
     mask[1, 0, :, 3] = False
     spec = aj.SinkhornSpec(num_steps=num_steps, epsilon=epsilon, key_mass=key_mass)
-    weights = teacher(s, spec, jnp.asarray(mask))
+    weights = teacher(s, spec, problems.array(mask))
     tolerance = {"float32": 5e-6, "float64": 1e-10}[dtype.name]
     np.testing.assert_allclose(weights, expected_weights(s, spec, mask), rtol=0, atol=tolerance)
 
@@ -76,7 +76,7 @@ def test_duals_are_those_of_the_iterations(rng, x64, num_steps, masked):
     if masked:
         mask[0, 0, 2, :] = False
         mask[1, 1, :, 3] = False
-    settings = {"mask": None if mask is None else jnp.asarray(mask)}
+    settings = {"mask": None if mask is None else problems.array(mask)}
     history = lambda s, mask: tuple(
         dual for _, dual in reference.sinkhorn_history(s, num_steps=num_steps, mask=mask)
     )
@@ -126,7 +126,7 @@ def test_both_marginals_are_exact_after_many_steps(rng, x64):
     mask = np.ones((2, 1, 7, 5), bool)
     mask[0, :, 5:, :] = False
     mask[1, ..., 4] = False
-    weights = teacher(s, aj.SinkhornSpec(num_steps=400), jnp.asarray(mask))
+    weights = teacher(s, aj.SinkhornSpec(num_steps=400), problems.array(mask))
     queries, keys = mask.any(-1), mask.any(-2)
     target = keys * queries.sum(-1, keepdims=True) / keys.sum(-1, keepdims=True)
     np.testing.assert_allclose(weights.sum(-1), np.broadcast_to(queries, (2, 3, 7)), atol=1e-10)
@@ -161,7 +161,7 @@ def test_gradient_matches_finite_differences(rng, x64, num_steps):
     mask = problems.random_mask(rng, *SHAPE)
     mask[0, 0] = False
     mask[1, 1, 2, :] = False
-    mask = jnp.asarray(mask)
+    mask = problems.array(mask)
     spec = aj.SinkhornSpec(num_steps=num_steps)
     mixing = problems.normal(rng, *SHAPE, dtype="float64")
     loss = lambda s: jnp.sum(mixing * jnp.square(teacher(s, spec, mask)))
@@ -194,7 +194,7 @@ def test_backward_pass_stores_vectors_per_step_not_matrices():
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
 def test_vmap_over_scores_or_mask_equals_a_loop(rng, axes):
     s = problems.uniform_scores(rng, *SHAPE)
-    mask = jnp.asarray(problems.random_mask(rng, *SHAPE))
+    mask = problems.array(problems.random_mask(rng, *SHAPE))
     if axes[0] is None:
         s = s[0]
     if axes[1] is None:
@@ -250,5 +250,5 @@ def test_marginals_stay_exact_at_small_entropy_and_large_scores(rng, epsilon, si
 def test_any_scores_and_any_mask_follow_the_reference(s, mask, num_steps, key_mass):
     spec = aj.SinkhornSpec(num_steps=num_steps, key_mass=key_mass)
     with jax.enable_x64(True):
-        weights = teacher(jnp.asarray(s), spec, jnp.asarray(mask))
+        weights = teacher(problems.array(s), spec, problems.array(mask))
     np.testing.assert_allclose(weights, expected_weights(s, spec, mask), rtol=0, atol=1e-10)

@@ -32,9 +32,9 @@ def problem_of(log):
 
 def closing(rng, side, num_steps, size, dtype=jnp.float32):
     """Scores of that spread, a start and a log target; and the closures to take."""
-    kernel = jnp.asarray(rng.normal(size=SHAPE) * size, dtype)
+    kernel = problems.array(rng.normal(size=SHAPE) * size, dtype)
     count = SHAPE[-2] if side == "query" else SHAPE[-1]
-    start = jnp.asarray(rng.normal(size=(*SHAPE[:2], count)) * size / 3, dtype)
+    start = problems.array(rng.normal(size=(*SHAPE[:2], count)) * size / 3, dtype)
     target = jnp.log(jnp.asarray(SHAPE[-2] / SHAPE[-1], dtype))
     return (kernel, start, target), Closures(side, num_steps)
 
@@ -75,7 +75,7 @@ def test_teacher_weights_follow_the_paper_at_any_sharpness(rng, num_steps):
         s = problems.uniform_scores(rng, 12, 12, bound=size)
         # Scores enter as a bias on zero queries, so that their float32 values are exact.
         q = jnp.zeros((12, 1, 4))
-        bias = jnp.asarray(s, jnp.float32)[None]
+        bias = problems.array(s, jnp.float32)[None]
         v = jnp.eye(12)[:, None]
         out = aj.sinkhorn_attention(q, q, v, bias, spec=aj.SinkhornSpec(num_steps))
         expected = reference.sinkhorn(np.asarray(bias[0], np.float64), num_steps=num_steps)
@@ -86,7 +86,7 @@ def starved(dtype=jnp.float32):
     """Two queries that may only attend one key of unit mass: the scalings grow without bound."""
     mask = np.array([[1, 0, 0], [1, 0, 0], [1, 1, 1]], bool)
     q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 3, 2, 4), dtype)
-    return q, k, v, jnp.asarray(mask)[None, None], aj.SinkhornSpec(num_steps=150)
+    return q, k, v, problems.array(mask)[None, None], aj.SinkhornSpec(num_steps=150)
 
 
 def test_scalings_beyond_the_range_fall_back_to_the_log_domain():
@@ -114,7 +114,7 @@ def test_the_norms_bound_every_entry_of_the_kernel(rng, side, masked):
     for size, fitting in ((0.5, True), (40.0, False)):
         q, k = (problems.normal(rng, 2, 3, n, 4) * size for n in (6, 5))
         bias = problems.normal(rng, 1, 3, 6, 5)
-        mask = jnp.asarray(problems.random_mask(rng, 2, 1, 6, 5)) if masked else None
+        mask = problems.array(problems.random_mask(rng, 2, 1, 6, 5)) if masked else None
         p = problems.problem(q, k, bias=bias, mask=mask, scale=0.5)
         log = np.asarray(p.log_kernel(0.7))
         bound = float(largest_score(q, k, 0.5, bias)) / 0.7
@@ -130,7 +130,7 @@ def test_a_start_with_a_wide_range_cannot_be_exponentiated(rng):
     q, k = (problems.normal(rng, 1, 1, 5, 4) for _ in range(2))
     mask = jnp.ones((1, 1, 5, 5), bool).at[..., 0].set(False)
     p = problems.problem(q, k, mask=mask, scale=0.5)
-    start_of = lambda start: jnp.asarray(start)[None, None]
+    start_of = lambda start: problems.array(start)[None, None]
     fits = lambda start: bool(
         matrix_scaling.can_exponentiate(p, start_of(start), Closures("key", 3))
     )
@@ -152,8 +152,8 @@ def test_the_fallback_condition_stays_one_scalar_under_vmap():
 )
 def test_derivatives_of_the_scaling_form_are_right(rng, x64, num_steps, masked, size):
     """Sizes 2 and 8: a kernel exponentiated as it is, and with its peaks divided out."""
-    q, k, v = (jnp.asarray(size * rng.normal(size=(2, n, 2, 3))) for n in (5, 6, 6))
-    mask = jnp.asarray(rng.random((2, 2, 5, 6)) > 0.3) if masked else None
+    q, k, v = (problems.array(size * rng.normal(size=(2, n, 2, 3))) for n in (5, 6, 6))
+    mask = problems.array(rng.random((2, 2, 5, 6)) > 0.3) if masked else None
     heads = [jnp.swapaxes(x, 1, 2) for x in (q, k)]
     p = problems.problem(*heads, mask=mask, scale=3**-0.5)
     fits = matrix_scaling.can_exponentiate(p, jnp.zeros((2, 2, 6)), Closures("key", num_steps))

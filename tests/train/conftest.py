@@ -26,11 +26,15 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
-def minute(tiny):
-    """``tiny`` with one layer and two Sinkhorn steps: just something to train."""
-    return dataclasses.replace(
-        tiny, model=dataclasses.replace(tiny.model, depth=1), spec=aj.SinkhornSpec(num_steps=2)
-    )
+def shallow(tiny):
+    """``tiny`` with one layer, for tests that compile it many times."""
+    return dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, depth=1))
+
+
+@pytest.fixture(scope="session")
+def minute(shallow):
+    """``shallow`` with two Sinkhorn steps: just something to train."""
+    return dataclasses.replace(shallow, spec=aj.SinkhornSpec(num_steps=2))
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,20 @@ import asap_jax as aj
 
 BANK = aj.slice_directions(0, 4, 4)
 
-duals_of = jax.jit(aj.sinkhorn_duals, static_argnames="before_end")
-weights_of = jax.jit(aj.attention_weights, static_argnames="epsilon")
-sinkhorn = jax.jit(aj.sinkhorn_attention, static_argnames="return_weights")
-compiled = jax.jit(aj.asap_attention, static_argnames=("return_weights", "closures"))
-potentials = jax.jit(aj.sliced_potentials, static_argnames=("scale", "outside"))
+
+def jit(function, *static):
+    """The function, compiled, with its results in NumPy."""
+    return problems.numpy_results(jax.jit(function, static_argnames=static))
+
+
+scores = jit(aj.scores, "scale")
+duals_of = jit(aj.sinkhorn_duals, "before_end")
+weights_of = jit(aj.attention_weights, "epsilon")
+sinkhorn = jit(aj.sinkhorn_attention, "return_weights")
+compiled = jit(aj.asap_attention, "return_weights", "closures")
+potentials = jit(aj.sliced_potentials, "scale", "outside")
+predict = jit(aj.predict)
+fit_ls = jit(aj.fit_ls)
 
 
 def teacher(s, mask=None, **settings):
@@ -31,6 +40,7 @@ def teacher(s, mask=None, **settings):
     return weights_of(s, duals.query, duals.key, epsilon=spec.epsilon, mask=mask)
 
 
+@lambda function: jit(function, "side", "closures")
 def close(s, dual, side, closures):
     """Weights after some closures from a dual in score coordinates (square, no mask)."""
     duals = {"query": jnp.zeros_like(s[..., 0]), "key": jnp.zeros_like(s[..., 0, :]), side: dual}
@@ -48,15 +58,15 @@ def test_convention_layout(rng):
     out, weights = sinkhorn(q, k, v, spec=aj.SinkhornSpec(num_steps=4), return_weights=True)
     chex.assert_shape(out, (2, 7, 3, 2))  # batch, queries, heads, value width
     chex.assert_shape(weights, (2, 3, 7, 5))  # batch, heads, queries, keys
-    mixed = jnp.einsum("bhnm,bmhd->bnhd", weights, v)
+    mixed = np.einsum("bhnm,bmhd->bnhd", weights, v)
     chex.assert_trees_all_close(out, mixed, atol=1e-5)
 
 
 def test_convention_scores(rng):
     q, k = problems.per_head(rng)
-    s = aj.scores(q, k)
-    chex.assert_trees_all_close(s, jnp.einsum("bhnd,bhmd->bhnm", q, k) / 2.0, atol=1e-6)
-    chex.assert_trees_all_close(aj.scores(q, k, scale=3.0), 6.0 * s, rtol=1e-5, atol=1e-5)
+    s = scores(q, k)
+    chex.assert_trees_all_close(s, np.einsum("bhnd,bhmd->bhnm", q, k) / 2.0, atol=1e-6)
+    chex.assert_trees_all_close(scores(q, k, scale=3.0), 6.0 * s, rtol=1e-5, atol=1e-5)
     # The kernel is exp(s / epsilon).
     chex.assert_trees_all_close(
         teacher(s, num_steps=3, epsilon=0.25), teacher(4.0 * s, num_steps=3), atol=1e-5
@@ -64,12 +74,12 @@ def test_convention_scores(rng):
     # A bias of -1e8 or less masks; a milder one does not.
     bias = np.zeros((1, 1, 1, 5), np.float32)
     bias[..., 3], bias[..., 4] = -1e8, -20.0
-    layer_q, layer_k = jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2)
+    layer_q, layer_k = np.swapaxes(q, 1, 2), np.swapaxes(k, 1, 2)
     _, weights = sinkhorn(
         layer_q,
         layer_k,
         layer_k,
-        jnp.asarray(bias),
+        problems.array(bias),
         spec=aj.SinkhornSpec(num_steps=4),
         return_weights=True,
     )
@@ -79,7 +89,7 @@ def test_convention_scores(rng):
 
 def test_convention_steps(rng):
     s = problems.uniform_scores(rng, 2, 3, 6, 6, bound=3.0)
-    rows = jax.nn.softmax(s, -1)
+    rows = np.asarray(jax.nn.softmax(s, -1))
     columns = rows / rows.sum(-2, keepdims=True)
     chex.assert_trees_all_close(teacher(s, num_steps=1), rows, atol=1e-6)
     chex.assert_trees_all_close(teacher(s, num_steps=2), columns, atol=1e-6)
@@ -100,7 +110,7 @@ def test_convention_steps(rng):
 def test_convention_units(rng):
     s = problems.uniform_scores(rng, 2, 3, 7, 5, bound=3.0)
     duals = duals_of(s, spec=aj.SinkhornSpec(num_steps=5, epsilon=0.5))
-    by_hand = jnp.exp((s + duals.query[..., None] + duals.key[..., None, :]) / 0.5)
+    by_hand = np.exp((s + duals.query[..., None] + duals.key[..., None, :]) / 0.5)
     chex.assert_trees_all_close(
         weights_of(s, duals.query, duals.key, epsilon=0.5), by_hand, rtol=1e-5
     )
@@ -116,18 +126,18 @@ def test_convention_key_target(rng):
     mask = np.ones((2, 1, 6, 6), bool)
     mask[0, ..., 4:] = False  # six queries, four keys
     mask[1, 0, 4:, :] = False  # four queries, six keys
-    active = jnp.asarray(mask.any(-2))
-    balanced = teacher(s, jnp.asarray(mask), num_steps=4).sum(-2)
-    unit = teacher(s, jnp.asarray(mask), num_steps=4, key_mass="unit").sum(-2)
-    target = jnp.asarray([6 / 4, 4 / 6], jnp.float32)[:, None, None]
-    chex.assert_trees_all_close(balanced, jnp.where(active, target, 0.0), atol=1e-5)
-    chex.assert_trees_all_close(unit, jnp.where(active, 1.0, 0.0), atol=1e-5)
+    active = mask.any(-2)
+    balanced = teacher(s, problems.array(mask), num_steps=4).sum(-2)
+    unit = teacher(s, problems.array(mask), num_steps=4, key_mass="unit").sum(-2)
+    target = np.array([6 / 4, 4 / 6], np.float32)[:, None, None]
+    chex.assert_trees_all_close(balanced, np.where(active, target, 0.0), atol=1e-5)
+    chex.assert_trees_all_close(unit, np.where(active, 1.0, 0.0), atol=1e-5)
     assert aj.SinkhornSpec().key_mass == "balanced"
     chex.assert_trees_all_close(
         teacher(s, num_steps=4), teacher(s, num_steps=4, key_mass="unit"), atol=1e-6
     )
     # Both marginals can hold under the balanced target.
-    both = teacher(s, jnp.asarray(mask), num_steps=201)
+    both = teacher(s, problems.array(mask), num_steps=201)
     np.testing.assert_allclose(both.sum(-2), balanced, atol=1e-4)
     np.testing.assert_allclose(both.sum(-1), mask.any(-1), atol=1e-5)
 
@@ -171,10 +181,10 @@ def test_convention_coordinates(rng, x64):
     shift = reference.query_shift(problems.heads_first(q))[0, 0]
     dual = reference.source_dual(s[0, 0], num_steps=4)
     predictor = aj.Predictor(
-        directions=BANK, coefficients=jnp.zeros(4), token_bias=jnp.asarray(dual + shift)
+        directions=BANK, coefficients=jnp.zeros(4), token_bias=problems.array(dual + shift)
     )
     # What a predictor answers is a centred dual in cost coordinates ...
-    answer = aj.predict(predictor, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2))
+    answer = predict(predictor, np.swapaxes(q, 1, 2), np.swapaxes(k, 1, 2))
     np.testing.assert_allclose(answer[0, 0], reference.center(dual + shift), atol=1e-12)
     # ... and the layer takes the shift off again before it closes; the bias is not part of it.
     _, weights = compiled(
@@ -191,8 +201,9 @@ def test_convention_coordinates(rng, x64):
         weights[0, 0], reference.sinkhorn(s[0, 0], num_steps=4), rtol=0, atol=1e-12
     )
     # Projections are multiplied by the square root of the scale, so that slices share its units.
-    x = potentials(q[:, :, 0], k[:, :, 0], jnp.eye(4), scale=0.7)
-    a, b = (np.sqrt(0.7) * np.asarray(t)[0, :, 0, 2] for t in (q, k))
+    q, k = np.asarray(q), np.asarray(k)
+    x = potentials(q[:, :, 0], k[:, :, 0], np.eye(4), scale=0.7)
+    a, b = (np.sqrt(0.7) * t[0, :, 0, 2] for t in (q, k))
     np.testing.assert_allclose(x[0, :, 2], reference.square_potential(a, b), atol=1e-12)
 
 
@@ -238,28 +249,30 @@ def test_convention_masks(rng):
     mask = problems.random_mask(rng, 2, 1, 6, 6)
     mask[0, 0, 2] = mask[0, 0, :, 4] = False
     mask[1] = False
-    out, weights = sinkhorn(q, k, v, mask=jnp.asarray(mask), spec=spec, return_weights=True)
+    out, weights = sinkhorn(q, k, v, mask=problems.array(mask), spec=spec, return_weights=True)
     assert (np.asarray(weights)[~np.broadcast_to(mask, weights.shape)] == 0).all()
     # A query with no key and an example with no token give exactly zero.
     assert (np.asarray(out)[0, 2] == 0).all()
     assert (np.asarray(out)[1] == 0).all()
     # 0/1 in float32, as Flax passes it, is the same mask; other ranks are refused.
-    floats = sinkhorn(q, k, v, mask=jnp.asarray(mask, jnp.float32), spec=spec)
+    floats = sinkhorn(q, k, v, mask=problems.array(mask, jnp.float32), spec=spec)
     chex.assert_trees_all_close(floats, out, atol=1e-6)
     with pytest.raises(ValueError, match=r"\(2, 6\).*\(2, 3, 6, 6\)"):
         aj.sinkhorn_attention(q, k, v, mask=jnp.ones((2, 6), bool), spec=spec)
     # What sits in a masked slot never reaches an active token.
-    dirty = [x.at[0, 4].set(jnp.nan) for x in (k, v)]
-    query = q.at[0, 2].set(jnp.inf)
-    same = sinkhorn(query, *dirty, mask=jnp.asarray(mask, jnp.float32), spec=spec)
+    query, *dirty = (np.array(x) for x in (q, k, v))
+    query[0, 2] = np.inf
+    for x in dirty:
+        x[0, 4] = np.nan
+    same = sinkhorn(query, *dirty, mask=problems.array(mask, jnp.float32), spec=spec)
     chex.assert_trees_all_equal(same, floats)
     # Duals of inactive slots are 0.
-    duals = duals_of(problems.uniform_scores(rng, 2, 3, 6, 6), spec=spec, mask=jnp.asarray(mask))
+    duals = duals_of(problems.uniform_scores(rng, 2, 3, 6, 6), spec=spec, mask=problems.array(mask))
     assert (duals.query[0, :, 2] == 0).all()
     assert (duals.key[0, :, 4] == 0).all()
     assert (duals.source[1] == 0).all()
     # A triangular array is honoured entry by entry; only is_causal is refused.
-    triangle = jnp.tril(jnp.ones((1, 1, 6, 6), bool))
+    triangle = np.tril(np.ones((1, 1, 6, 6), bool))
     _, weights = sinkhorn(q, k, v, mask=triangle, spec=spec, return_weights=True)
     assert (np.triu(np.asarray(weights), 1) == 0).all()
     np.testing.assert_allclose(weights.sum(-2), 1.0, atol=1e-5)
@@ -268,15 +281,15 @@ def test_convention_masks(rng):
 def test_convention_two_validities(rng):
     q, k, v = problems.attention_inputs(rng, queries=6, keys=6)
     valid = np.arange(6) < np.array([[6], [4]])
-    key_only = jnp.asarray(valid[:, None, None, :])
-    tokens = nn.make_attention_mask(*2 * [jnp.asarray(valid, jnp.float32)])
+    key_only = valid[:, None, None, :]
+    tokens = nn.make_attention_mask(*2 * [valid.astype(np.float32)])
     spec = aj.SinkhornSpec(num_steps=5)
     # A key-only mask keeps every query in the closures, a token mask drops padded queries too.
     _, kept = sinkhorn(q, k, v, mask=key_only, spec=spec, return_weights=True)
     _, dropped = sinkhorn(q, k, v, mask=tokens, spec=spec, return_weights=True)
     np.testing.assert_allclose(kept.sum(-1), 1.0, atol=1e-5)
     np.testing.assert_allclose(dropped.sum(-1)[1, 0], valid[1], atol=1e-5)
-    assert float(jnp.abs(kept[1, :, :4] - dropped[1, :, :4]).max()) > 1e-3
+    assert np.abs(kept[1, :, :4] - dropped[1, :, :4]).max() > 1e-3
     # Features see a masked key as a padded token in self-attention, not in cross-attention.
     predictor = aj.Predictor(directions=BANK, coefficients=problems.normal(rng, 4))
     answers = {}
@@ -305,13 +318,13 @@ def test_convention_two_validities(rng):
         )
         np.testing.assert_allclose(answers[padding], expected, atol=1e-5)
     chex.assert_trees_all_close(answers["self"][0], answers["none"][0], atol=1e-6)
-    assert float(jnp.abs(answers["self"][1] - answers["none"][1]).max()) > 1e-3
+    assert np.abs(answers["self"][1] - answers["none"][1]).max() > 1e-3
     # By value: however the key-only mask is spelled.
     _, spelled = compiled(
         q,
         k,
         v,
-        mask=jnp.broadcast_to(key_only, (2, 3, 6, 6)),
+        mask=np.broadcast_to(key_only, (2, 3, 6, 6)),
         predictor=predictor,
         spec=aj.SinkhornSpec(num_steps=4),
         closures="one_sided",
@@ -322,7 +335,7 @@ def test_convention_two_validities(rng):
 
 def test_convention_padded_queries_under_a_key_only_mask(rng):
     q, k = problems.per_head(rng, queries=6, keys=6)
-    valid = jnp.asarray(np.arange(6) < 4)
+    valid = problems.array(np.arange(6) < 4)
     settings = {"query_valid": valid, "key_valid": valid}
     extended = potentials(q, k, BANK, **settings)
     zero = potentials(q, k, BANK, outside="zero", **settings)
@@ -338,11 +351,11 @@ def test_convention_padded_queries_under_a_key_only_mask(rng):
     assert (zero[..., 4:, :] == 0).all()
     # The layer extends: padded queries get the dual of the function at their own place.
     predictor = aj.Predictor(directions=BANK, coefficients=problems.normal(rng, 4))
-    layer = [jnp.swapaxes(x, 1, 2) for x in (q, k, k)]
+    layer = [np.swapaxes(x, 1, 2) for x in (q, k, k)]
     key_only = np.asarray(valid)[None, None, None]
     _, weights = compiled(
         *layer,
-        mask=jnp.asarray(key_only),
+        mask=problems.array(key_only),
         predictor=predictor,
         spec=aj.SinkhornSpec(num_steps=4),
         return_weights=True,
@@ -356,8 +369,9 @@ def test_convention_padded_queries_under_a_key_only_mask(rng):
 
 def test_convention_unequal_lengths():
     def potential(a, b, **settings):
-        line = lambda x: jnp.asarray(x, jnp.float32)[:, None]
-        return potentials(line(a), line(b), jnp.ones((1, 1)), scale=1.0, **settings)[:, 0]
+        line = lambda x: np.array(x, np.float32)[:, None]
+        one = np.ones((1, 1), np.float32)
+        return potentials(line(a), line(b), one, scale=1.0, **settings)[:, 0]
 
     # Three queries at 0, 1, 2 and two keys: slope b_(1) after the first query, b_(2) after the
     # second, so phi = 0, 0, 10 and f = 0, 1/2, 2 - 10, less their mean.
@@ -367,17 +381,17 @@ def test_convention_unequal_lengths():
     f = potential([0.0, 2.0], [1.0, 5.0, 7.0])
     np.testing.assert_allclose(f, [4.0, -4.0], atol=1e-6)  # phi = 0, 10 and f = 0, 2 - 10
     # Left of the first valid query the slope is b_(1), right of the last b_(M).
-    f = potential([0.0, 1.0, -2.0, 3.0], [1.0, 5.0], query_valid=jnp.asarray([1, 1, 0, 0]) > 0)
+    f = potential([0.0, 1.0, -2.0, 3.0], [1.0, 5.0], query_valid=np.array([1, 1, 0, 0]) > 0)
     phi = np.array([0.0, 1.0, -2.0, 1.0 + 5.0 * 2.0])
     values = np.array([0.0, 0.5, 2.0, 4.5]) - phi
     np.testing.assert_allclose(f, values - values[:2].mean(), atol=1e-6)
 
 
 def test_convention_grouped_heads(rng):
-    q, k, v = problems.attention_inputs(rng, heads=4)
+    q, k, v = map(np.asarray, problems.attention_inputs(rng, heads=4))
     spec = aj.SinkhornSpec(num_steps=4)
     grouped = sinkhorn(q, k[:, :, :2], v[:, :, :2], spec=spec)
-    full = sinkhorn(q, jnp.repeat(k[:, :, :2], 2, 2), jnp.repeat(v[:, :, :2], 2, 2), spec=spec)
+    full = sinkhorn(q, np.repeat(k[:, :, :2], 2, 2), np.repeat(v[:, :, :2], 2, 2), spec=spec)
     chex.assert_trees_all_close(grouped, full, atol=1e-6)
     with pytest.raises(ValueError, match="heads"):
         aj.sinkhorn_attention(q, k[:, :, :3], v[:, :, :3], spec=spec)
@@ -386,19 +400,22 @@ def test_convention_grouped_heads(rng):
 def test_convention_precision(rng, x64):
     for low in ("bfloat16", "float16", "float32"):
         q, k, v = problems.attention_inputs(rng, dtype=low)
-        heads = [jnp.swapaxes(x, 1, 2) for x in (q, k)]
-        chex.assert_type(aj.scores(*heads), jnp.float32)
+        heads = [np.swapaxes(x, 1, 2) for x in (q, k)]
+        chex.assert_type(scores(*heads), jnp.float32)
         x = potentials(*heads, BANK)
         chex.assert_type(x, jnp.float32)
-        chex.assert_type(aj.fit_ls(x.astype(low), x[..., 0].astype(low)).coefficients, jnp.float32)
+        x = x.astype(jnp.dtype(low))
+        chex.assert_type(fit_ls(x, x[..., 0]).coefficients, jnp.float32)
         chex.assert_type(sinkhorn(q, k, v, spec=aj.SinkhornSpec(num_steps=4)), jnp.dtype(low))
     q, k = problems.per_head(rng, dtype="float64")
-    chex.assert_type([aj.scores(q, k), potentials(q, k, BANK)], jnp.float64)
+    chex.assert_type([scores(q, k), potentials(q, k, BANK)], jnp.float64)
     # A common offset leaves float32 potentials where they are; ties have no order.
-    q, k = (jnp.round(64 * x.astype(jnp.float32)) / 64 for x in (q, k))
-    plain, moved = potentials(q, k, BANK), potentials(q + 1e3, k + 1e3, BANK)
-    assert float(jnp.abs(moved - plain).max()) < 1e-3 * float(jnp.abs(plain).max())
-    twice = potentials(jnp.concatenate([q, q], -2), k, BANK)
+    q, k = (np.round(64 * np.asarray(x, np.float32)) / 64 for x in (q, k))
+    far = np.float32(1e3)
+    plain, moved = potentials(q, k, BANK), potentials(q + far, k + far, BANK)
+    assert plain.dtype == moved.dtype == np.float32
+    assert np.abs(moved - plain).max() < 1e-3 * np.abs(plain).max()
+    twice = potentials(np.concatenate([q, q], -2), k, BANK)
     chex.assert_trees_all_close(twice[..., :7, :], twice[..., 7:, :], atol=1e-6)
 
 
@@ -423,20 +440,20 @@ def test_convention_dropout_and_causal(rng):
 
 
 def test_convention_least_squares(rng, x64):
-    x = problems.normal(rng, 2, 3, 7, 4, dtype="float64")
-    y = problems.normal(rng, 2, 3, 7, dtype="float64")
+    x, y = rng.normal(size=(2, 3, 7, 4)), rng.normal(size=(2, 3, 7))
+    fit_ls = jit(aj.fit_ls, "ridge")
     # Examples, tokens and heads are pooled.
-    rows = aj.fit_ls(x.reshape(42, 4), y.reshape(42), ridge=0.1).coefficients
-    chex.assert_trees_all_close(aj.fit_ls(x, y, ridge=0.1).coefficients, rows, atol=1e-12)
+    rows = fit_ls(x.reshape(42, 4), y.reshape(42), ridge=0.1).coefficients
+    chex.assert_trees_all_close(fit_ls(x, y, ridge=0.1).coefficients, rows, atol=1e-12)
     # The ridge is not normalised: data given twice need twice the ridge for the same answer.
-    twice = aj.fit_ls(jnp.concatenate([x, x]), jnp.concatenate([y, y]), ridge=0.2).coefficients
+    twice = fit_ls(np.concatenate([x, x]), np.concatenate([y, y]), ridge=0.2).coefficients
     chex.assert_trees_all_close(twice, rows, atol=1e-12)
-    default = aj.fit_ls(x, y).coefficients
-    chex.assert_trees_all_close(default, aj.fit_ls(x, y, ridge=1e-3).coefficients, atol=1e-14)
+    default = fit_ls(x, y).coefficients
+    chex.assert_trees_all_close(default, fit_ls(x, y, ridge=1e-3).coefficients, atol=1e-14)
     # There is no intercept: a constant target is explained by centred features not at all.
     centred = x - x.mean((0, 1, 2), keepdims=True)
-    constant = aj.fit_ls(centred, jnp.full((2, 3, 7), 5.0)).coefficients
-    chex.assert_trees_all_close(constant, jnp.zeros(4), atol=1e-12)
+    constant = fit_ls(centred, np.full((2, 3, 7), 5.0)).coefficients
+    chex.assert_trees_all_close(constant, np.zeros(4), atol=1e-12)
 
 
 @pytest.mark.parametrize("key_mass", ["balanced", "unit"])
@@ -471,10 +488,10 @@ def test_convention_kl(rng, x64, key_mass):
         )
 
     # J in plan units with half the ridge, summed over examples and heads, up to a constant.
-    data = [jnp.asarray(t) for t in (x, target, s, shift)]
-    settings = {"epsilon": 0.5, "ridge": 0.01, "key_mass": key_mass, "mask": jnp.asarray(mask)}
+    data = [problems.array(t) for t in (x, target, s, shift)]
+    settings = {"epsilon": 0.5, "ridge": 0.01, "key_mass": key_mass, "mask": problems.array(mask)}
     points = rng.normal(size=(3, 4))
-    ours = [float(aj.kl_objective(jnp.asarray(w), *data, **settings)) for w in points]
+    ours = [float(aj.kl_objective(problems.array(w), *data, **settings)) for w in points]
     theirs = [objective(w) for w in points]
     np.testing.assert_allclose(np.diff(ours), np.diff(theirs), rtol=1e-9)
     # The fit is its stationary point, and not worse than least squares.
@@ -482,7 +499,7 @@ def test_convention_kl(rng, x64, key_mass):
     assert fit.converged, fit.reason
     assert fit.num_steps >= 1
     w = np.asarray(fit.coefficients)
-    valid = jnp.asarray(mask.any(-1))
+    valid = problems.array(mask.any(-1))
     least_squares = np.asarray(aj.fit_ls(*data[:2], ridge=0.01, valid=valid).coefficients)
     assert objective(w) <= objective(least_squares)
     for direction in np.eye(4):

@@ -11,6 +11,7 @@ from train.bench import (
     memory_gradient,
     memory_tiles,
     peers,
+    sharded,
     trace,
     training_loop,
 )
@@ -22,6 +23,7 @@ BENCHES = {
     "floor": (floor.run, "where a layer's time goes: products, exponentials, closures, prediction"),
     "trace": (trace.run, "where a compiled program's time goes, from the profiler"),
     "memory": (memory_tiles.run, "memory of tiles and of whole kernels, forward and gradient"),
+    "sharded": (sharded.run, "memory of one device when tokens are sharded over 1 to 8 devices"),
     "gradient-memory": (memory_gradient.run, "memory of forward and gradient of the S=20 teacher"),
     "esp-resources": (
         esp_resources.run,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,45 +101,64 @@ def measure(
       base: ratios are relative to the fastest of these rows. If none of them was timed, they are
         relative to the fastest row.
     """
-    like = jax.ShapeDtypeStruct(shape, jnp.float32)
-    measured, calls = {}, {}
-    keys = jax.random.split(jax.random.key(0), num_inputs)
-    first, *rest = [jax.random.normal(key, shape) for key in keys]
+    like = [jax.ShapeDtypeStruct(shape, jnp.float32)] * num_inputs
+    first, *rest = gaussians(shape, num_inputs)
     inputs = [sharpness * first, *rest]
+    measured, calls = {}, {}
     for name, function in rows.items():
         if gradient:
             function = value_and_gradients(function, num_inputs)
-        seconds, program = timing.compiled(function, *[like] * num_inputs)
-        memory = program.memory_analysis()
-        temporary = memory.temp_size_in_bytes / GIB
-        outside = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        whole = temporary + outside / GIB
-        measured[name] = Row(
-            shape_name, name, temporary, seconds, None, None, "not timed", whole_gibibytes=whole
-        )
-        if whole > limit_gib:
-            reason = f"not run (needs {whole:.1f} GiB)"
-            measured[name] = dataclasses.replace(measured[name], reason=reason)
-        elif timed:
+        measured[name], program = compiled(shape_name, name, function, like, limit_gib)
+        if program is not None and timed:
             calls[name] = functools.partial(program, *inputs)
     for name, call in (foreign or {}).items():
         measured[name], calls[name] = Row(shape_name, name, None, None, None, None), call
     samples = timing.samples(calls, rounds=rounds, at_most=at_most) if calls else {}
-    quartiles = {name: np.percentile(times, (25, 50, 75)) for name, times in samples.items()}
-    medians = [quartiles[name][1] for name in base if name in quartiles]
-    medians = medians or [median for _, median, _ in quartiles.values()]
+    medians = {name: statistics.median(times) for name, times in samples.items()}
+    in_base = [medians[name] for name in base if name in medians] or list(medians.values())
     for name, times in samples.items():
-        low, median, high = map(float, quartiles[name])
-        measured[name] = dataclasses.replace(
-            measured[name],
-            milliseconds=median,
-            ratio=median / float(min(medians)),
-            reason="",
-            low=low,
-            high=high,
-            calls=len(times),
-        )
+        measured[name] = with_times(measured[name], times, min(in_base))
     return list(measured.values())
+
+
+def gaussians(shape: tuple[int, ...], count: int, dtype: Any = jnp.float32) -> list[jax.Array]:
+    """``count`` Gaussian arrays of one shape."""
+    return [
+        jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(0), count)
+    ]
+
+
+def compiled(
+    shape_name: str, name: str, function: Callable, like: Sequence[Any], limit_gib: float
+) -> tuple[Row, Callable | None]:
+    """The row of a function before it is timed, and its program; None if it needs too much memory.
+
+    ``like`` has the shapes and dtypes of its arguments.
+    """
+    seconds, program = timing.compiled(function, *like)
+    memory = program.memory_analysis()
+    temporary = memory.temp_size_in_bytes / GIB
+    outside = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    whole = temporary + outside / GIB
+    reason = "not timed" if whole <= limit_gib else f"not run (needs {whole:.1f} GiB)"
+    row = Row(
+        shape_name, name, temporary, seconds, None, None, reason=reason, whole_gibibytes=whole
+    )
+    return row, program if whole <= limit_gib else None
+
+
+def with_times(row: Row, times: Sequence[float], base: float) -> Row:
+    """The row with the median and the quartiles of its timed calls; its ratio is to ``base``."""
+    low, median, high = map(float, np.percentile(times, (25, 50, 75)))
+    return dataclasses.replace(
+        row,
+        milliseconds=median,
+        ratio=median / base,
+        reason="",
+        low=low,
+        high=high,
+        calls=len(times),
+    )
 
 
 def table(rows: list[Row]) -> Table:

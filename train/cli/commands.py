@@ -7,14 +7,14 @@ import pathlib
 
 import asap_jax as aj
 from train import bench
-from train.cli import demo, fit_options
-from train.evaluation import ablations, compile_teacher, fidelity
+from train.cli import amortize_options, demo, fit_options
+from train.evaluation import ablations, compile_teacher, fidelity, operators, put_in
 from train.recipes import catalogue
 from train.reporting import progress
 from train.reporting.table import Report
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import fidelity_study, ideas
+from train.study import amortized, fidelity_study, ideas
 from train.training import linear_baseline, loop, refresh, run_folder
 from train.training.splits import Split, announce, load_data
 from train.training.teacher import Teacher, accuracy_on, load_teacher
@@ -52,8 +52,16 @@ def run_train(options: argparse.Namespace) -> None:
     )
     if not devices.is_first():
         return
-    score = accuracy_on(trained, split.test)
-    print(f"test accuracy {score:.3f} on {len(split.test)} {split.test.unit}")
+    if recipe.amortize is None:
+        score = accuracy_on(trained, split.test)
+        print(f"test accuracy {score:.3f} on {len(split.test)} {split.test.unit}")
+    else:
+        tested = put_in.measure(trained, split.test)
+        print(
+            f"test accuracy {tested.own:.3f} with the compiled layers that it trained through, "
+            f"{tested.sinkhorn:.3f} with Sinkhorn in their place, agreement "
+            f"{tested.agreement:.3f}, on {tested.examples} {split.test.unit}"
+        )
     if recipe.attention == "sinkhorn":
         print(f"next: python -m train compile {folder}")
 
@@ -68,6 +76,8 @@ def _recipe(options: argparse.Namespace) -> catalogue.Recipe:
     if options.length is not None and not recipe.is_text:
         raise UserError(f"recipe {recipe.name!r} reads images: --length is for text recipes")
     try:
+        amortize = amortize_options.read(options)
+        changes |= {} if amortize is None else {"amortize": amortize}
         for part, name, value in (
             ("spec", "num_steps", options.num_steps),
             ("model", "patch_size", options.patch_size),
@@ -144,16 +154,34 @@ def _print_written(paths) -> None:
 
 def run_study(options: argparse.Namespace) -> None:
     """Measures operators on several teachers, prints the tables and writes them with a plot."""
-    settings = dict(num_images=options.calibration, again=options.again)
-    if options.test_examples is not None:
-        settings["test_examples"] = options.test_examples
+    settings = dict(
+        num_images=options.calibration, again=options.again, test_examples=options.test_examples
+    )
     if options.what == "fidelity":
-        settings["thorough"] = options.thorough
-    elif options.thorough:
-        raise UserError(f"study {options.what} takes no --thorough")
+        settings |= dict(thorough=options.thorough, auto=not options.no_auto)
+    elif options.thorough or options.no_auto:
+        flag = "--thorough" if options.thorough else "--no-auto"
+        raise UserError(f"study {options.what} takes no {flag}")
     study = {"fidelity": fidelity_study, "ideas": ideas}[options.what]
     measured, paths = study.run(options.folders, options.data_dir, options.out, **settings)
     measured.print(progress.console())
+    _print_written(paths)
+
+
+def run_study_amortized(options: argparse.Namespace) -> None:
+    """Trains recipes with and without the Sinkhorn loop, prints the tables and writes them."""
+    recipes = [catalogue.find(name, "small") for name in options.recipes or amortized.RECIPES]
+    report, paths = amortized.run(
+        recipes,
+        options.data_dir,
+        options.out,
+        options.runs,
+        seeds=options.seeds,
+        every=options.every,
+        steps=options.steps,
+        test_examples=options.test_examples,
+    )
+    report.print(progress.console())
     _print_written(paths)
 
 
@@ -184,7 +212,7 @@ def run_refresh(options: argparse.Namespace) -> None:
 def run_bench(options: argparse.Namespace) -> None:
     """Runs one benchmark."""
     function, _ = bench.BENCHES[options.what]
-    settings = {name: getattr(options, name) for name in ("lengths", "shapes", "out")}
+    settings = {name: getattr(options, name) for name in ("lengths", "shapes", "minutes", "out")}
     settings = {name: value for name, value in settings.items() if value is not None}
     for name in settings:
         if name not in inspect.signature(function).parameters:
@@ -201,7 +229,15 @@ def run_evaluate(options: argparse.Namespace) -> None:
             f"no compiled layers at {path}: run python -m train compile {options.folder}"
         )
     compiled = aj.load(path, like=trained.variables) if path.exists() else None
+    more = []
+    if trained.compiled is not None:
+        more.append(operators.compiled_row("trained through", trained.recipe, trained.compiled))
     table = fidelity.measure(
-        trained.recipe, trained.variables, split.test, compiled=compiled, rounds=options.rounds
+        trained.recipe,
+        trained.variables,
+        split.test,
+        compiled=compiled,
+        more=more,
+        rounds=options.rounds,
     )
     _show(table.report(), options.out or options.folder, "fidelity")

@@ -6,13 +6,13 @@ import pathlib
 import sys
 
 from train import bench
-from train.cli import commands, fit_options
+from train.cli import amortize_options, commands, fit_options
 from train.data.tfds import VARIABLE
 from train.evaluation import compile_teacher
 from train.recipes import catalogue, schema
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import ideas, teacher_figures
+from train.study import amortized, ideas, teacher_figures
 from train.training import refresh, run_folder
 
 
@@ -100,6 +100,7 @@ def _add_train(subs) -> None:
     override("--compute-dtype", "bfloat16 means mixed precision", choices=schema.DTYPES)
     parts = "split each batch into PARTS and run them one after the other, to save memory"
     override("--accumulate", parts, type=int, metavar="PARTS")
+    amortize_options.add(sub)
     sub.add_argument(
         "--save-every",
         type=_positive,
@@ -194,17 +195,32 @@ def _add_ablate(subs) -> None:
 
 
 def _add_study(subs) -> None:
-    sub = _command(
-        subs,
-        "study",
+    sub = subs.add_parser("study", help="compare operators, or ways to train, over seeds")
+    kinds = sub.add_subparsers(dest="what", required=True, metavar="STUDY")
+    fidelity = _command(
+        kinds,
+        "fidelity",
         commands.run_study,
         "compare operators on several teachers and seeds",
-        "fidelity: measures softmax, Sinkhorn budgets, the paper's ASAP, moments and the automatic "
-        "fit for 1, 2 and 3 closures on every teacher. It writes medians and ranges over the seeds "
-        "of a recipe as tables, and plots attention rel-l2 over closures. ideas: changes one "
-        "setting of the fit at a time on each teacher, including changes that do not help.",
+        "Measures softmax, Sinkhorn budgets, the paper's ASAP, moments and the automatic fit for "
+        "1, 2 and 3 closures on every teacher. It writes medians and ranges over the seeds of a "
+        "recipe as tables, and plots attention rel-l2 over closures.",
     )
-    sub.add_argument("what", choices=("fidelity", "ideas"))
+    _add_study_of_runs(fidelity, teacher_figures.TEST_EXAMPLES, "study.md, .json and .png")
+    one_by_one = _command(
+        kinds,
+        "ideas",
+        commands.run_study,
+        "change one setting of the fit at a time",
+        "Changes one setting of the fit at a time on each teacher, including changes that do not "
+        "help.",
+    )
+    _add_study_of_runs(one_by_one, ideas.TEST_EXAMPLES, "ideas.md and .json")
+    _add_study_amortized(kinds)
+
+
+def _add_study_of_runs(sub, test_examples: int, files: str) -> None:
+    """Adds the options of a study of trained teachers."""
     runs = sub.add_argument(
         "folders",
         metavar="RUN",
@@ -215,13 +231,7 @@ def _add_study(subs) -> None:
     )
     runs.required = False  # without run folders, the command itself explains what to do
     _add_data_dir(sub)
-    sub.add_argument(
-        "--test-examples",
-        type=_positive,
-        metavar="N",
-        help="largest number of test examples to measure on (default: "
-        f"{teacher_figures.TEST_EXAMPLES}; for ideas {ideas.TEST_EXAMPLES})",
-    )
+    _add_test_examples(sub, test_examples)
     _add_calibration(sub, "--calibration", compile_teacher.NUM_IMAGES)
     sub.add_argument(
         "--thorough",
@@ -229,12 +239,74 @@ def _add_study(subs) -> None:
         help="fidelity only: let the automatic fit also try candidates that take long to fit",
     )
     sub.add_argument(
+        "--no-auto",
+        action="store_true",
+        help="fidelity only: leave out the automatic fit, which takes most of the time",
+    )
+    sub.add_argument(
         "--again",
         action="store_true",
         help="measure again, even if a run folder has figures for the same settings",
     )
-    files = "study.md, .json and .png, or ideas.md and .json"
     _add_out(sub, files, run_folder.DEFAULT / "study")
+
+
+def _add_study_amortized(kinds) -> None:
+    sub = _command(
+        kinds,
+        "amortized",
+        commands.run_study_amortized,
+        "compare training through compiled layers with other ways to train",
+        "Trains small recipes with the whole Sinkhorn loop, through compiled layers, with fewer "
+        "Sinkhorn steps and with softmax, over several seeds. Tests every model with the attention "
+        "that it trained through, and with the recipe's Sinkhorn attention in its place. A study "
+        "that was stopped continues.",
+    )
+    names = ", ".join(sorted(catalogue.SMALL))
+    sub.add_argument(
+        "recipes",
+        metavar="RECIPE",
+        nargs="*",
+        help=f"small presets (default: {' '.join(amortized.RECIPES)}); one of: {names}",
+    )
+    _add_data_dir(sub)
+    sub.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=list(amortized.SEEDS),
+        metavar="SEED",
+        help="seeds of the runs (default: 0 1)",
+    )
+    sub.add_argument(
+        "--steps",
+        type=_positive,
+        default=amortized.STEPS,
+        metavar="N",
+        help="steps of a run, rounded to whole epochs (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--every",
+        type=_positive,
+        default=amortized.EVERY,
+        metavar="K",
+        help="steps from one refresh to the next (default: %(default)s)",
+    )
+    _add_test_examples(sub, amortized.TEST_EXAMPLES)
+    folder = run_folder.DEFAULT / "amortized"
+    sub.add_argument(
+        "--runs",
+        type=pathlib.Path,
+        default=folder,
+        metavar="DIR",
+        help="folder for the run folders (default: %(default)s)",
+    )
+    _add_out(sub, "amortized.md and .json", folder)
+
+
+def _add_test_examples(sub, default: int) -> None:
+    text = "largest number of test examples to measure on (default: %(default)s)"
+    sub.add_argument("--test-examples", type=_positive, default=default, metavar="N", help=text)
 
 
 def _add_refresh(subs) -> None:
@@ -278,6 +350,9 @@ def _add_bench(subs) -> None:
         choices=(*bench.layer.NAMED, "sharp"),
         metavar="NAME",
         help=f"further layer shapes: {', '.join(bench.layer.NAMED)}, sharp (default: all)",
+    )
+    sub.add_argument(
+        "--minutes", type=float, help="gpu only: nothing is started after this time (default: 11)"
     )
     _add_out(sub, "the table as JSON and Markdown (default: write nothing)")
 

@@ -16,6 +16,7 @@ from train.data.images import Pixels
 from train.data.text import Tokens
 from train.models.text_encoder import EncoderSizes
 from train.models.vit import ViTSizes
+from train.recipes.amortization import Amortization
 
 FAMILIES = ("sinkhorn", "softmax", "diff", "esp", "esp_annealed")
 PRESETS = ("full", "small")
@@ -47,6 +48,7 @@ class Recipe:
       accumulate: number of parts of a batch that are computed one after the other, to save memory.
       packaged: made for the packaged images, which are read unless ``--data-dir`` is given.
       preset: ``"full"`` (the paper's sizes) or ``"small"`` (minutes on two CPU cores).
+      amortize: None, or how the model trains through compiled layers.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Recipe:
     accumulate: int = 1
     packaged: bool = False
     preset: str = "full"
+    amortize: Amortization | None = None
 
     def __post_init__(self):
         for name, known in (
@@ -98,6 +101,8 @@ class Recipe:
             raise ValueError(
                 f"accumulate {self.accumulate} must divide batch_size {self.batch_size}"
             )
+        if self.amortize is not None:
+            self.amortize.check(self.attention, self.spec)
 
     @property
     def is_text(self) -> bool:

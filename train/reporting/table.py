@@ -108,12 +108,15 @@ class Report:
         print_facts(console, self.facts)
 
     def write(self, folder: pathlib.Path, name: str) -> tuple[pathlib.Path, pathlib.Path]:
-        """Writes ``NAME.md`` and ``NAME.json`` into ``folder`` and returns their paths."""
+        """Writes ``NAME.md`` and ``NAME.json`` into ``folder`` and returns their paths.
+
+        Each file is replaced at once, so a run that is cut off leaves the files of its last write.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         text, values = folder / f"{name}.md", folder / f"{name}.json"
-        text.write_text(f"# {self.title}\n\n{self.text()}\n")
         stored = {"title": self.title, **self.values, "facts": self.facts}
-        values.write_text(json.dumps(plain(stored), indent=1, allow_nan=False) + "\n")
+        _replace(text, f"# {self.title}\n\n{self.text()}\n")
+        _replace(values, json.dumps(plain(stored), indent=1, allow_nan=False) + "\n")
         return text, values
 
     def print_and_write(self, folder: pathlib.Path | None, name: str) -> None:
@@ -124,6 +127,12 @@ class Report:
         print(self.text())
         if folder is not None:
             self.write(folder, name)
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def print_facts(console: Any, facts: Mapping[str, str]) -> None:

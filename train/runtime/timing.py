@@ -1,5 +1,6 @@
 """Times several functions in turn, after a warm-up, so that their times can be compared."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ def samples(
     *,
     rounds: int = 30,
     at_most: float | None = None,
+    window: float = 0.0,
     after_round: Callable[[int], None] = lambda index: None,
 ) -> dict[str, list[float]]:
     """Milliseconds of every timed call of each candidate.
@@ -38,6 +40,9 @@ def samples(
       at_most: seconds to spend on one candidate. A slow candidate is called in fewer rounds. If its
         warm-up call already takes this long, that call is its only measurement, so the candidates
         must be compiled beforehand.
+      window: milliseconds that a sample lasts at least, for accelerators, whose calls return before
+        their work is done. Of a shorter candidate several calls are queued, and their mean is the
+        sample, so that it does not hold the time to start a call.
       after_round: called with the number of rounds done, including the warm-up.
 
     Returns:
@@ -54,17 +59,31 @@ def samples(
             else:
                 most = int(1e3 * at_most / max(milliseconds, 1.0))
                 num_rounds[name] = max(1, min(rounds, most))
+    short = {name for name in calls if num_rounds[name] and warm[name] < window}
+    again = {name: _milliseconds(calls[name]) for name in short}  # the first call also loads code
+    queued = dict.fromkeys(calls, 1) | {n: _queue_length(window, ms) for n, ms in again.items()}
     names = list(calls)
     for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
             if index < num_rounds[name]:
-                times[name].append(_milliseconds(calls[name]))
+                times[name].append(_milliseconds(calls[name], queued[name]))
         after_round(index + 2)
     return times
 
 
-def _milliseconds(call: Callable[[], object]) -> float:
+LONGEST_QUEUE = 200  # calls
+
+
+def _queue_length(window: float, milliseconds: float) -> int:
+    """How many calls of this length fill the window."""
+    return max(1, min(LONGEST_QUEUE, math.ceil(window / max(milliseconds, 1e-3))))
+
+
+def _milliseconds(call: Callable[[], object], queued: int = 1) -> float:
+    """Mean time of ``queued`` calls, of which only the last one is waited for."""
     start = time.perf_counter()
-    jax.block_until_ready(call())
-    return 1e3 * (time.perf_counter() - start)
+    for _ in range(queued):
+        result = call()
+    jax.block_until_ready(result)
+    return 1e3 * (time.perf_counter() - start) / queued

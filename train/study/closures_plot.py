@@ -15,6 +15,8 @@ STYLES = {
     "Moments": ("#009e73", "^"),
     "Auto": ("#aa3377", "D"),
     "Moments (row)": ("#66c2a5", "<"),
+    "Codebook (row)": ("#cc9900", "p"),
+    "Large codebook (row)": ("#806000", "h"),
     "Auto (row)": ("#dd99bb", ">"),
 }
 """From a family to its colour and marker; people with colour blindness can tell them apart."""

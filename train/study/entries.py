@@ -12,6 +12,8 @@ from train.training.teacher import Teacher
 
 BUDGETS = (2, 3, 4, 5, 6)
 CLOSURES = (1, 2, 3)
+CODEBOOKS = ("codebook", "large codebook")
+"""Fits of one closure that ends on rows; with a row mass where the teacher ends on columns."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +43,8 @@ def entries(
       trained: a teacher with two or more Sinkhorn steps.
       examples: the training split; labels are not used.
       num_images: number of calibration examples.
-      candidates: candidates of the automatic fit, which has no time limit here.
+      candidates: candidates of the automatic fit, which has no time limit here; empty for no
+        automatic fit.
       report: called with the number of fits done.
     """
     recipe, spec = trained.recipe, trained.recipe.spec
@@ -67,7 +70,14 @@ def entries(
         result += [compiled_entry(row, f"Moments{suffix}", spec) for row in rows]
         done += 1
         report(done, f"moments{suffix}")
-        for count in counts:
+        for name in codebooks(spec) if ending == "row" else ():
+            options = aj.Options(fit=name, closures=1, ending=ending, seed=trained.seed)
+            row_name = compile_teacher.counted(name.capitalize(), 1, ending)
+            row = operators.compiled_row(row_name, recipe, fit(options).variables)
+            result.append(compiled_entry(row, f"{name.split(',')[0].capitalize()} (row)", spec))
+            done += 1
+            report(done, name)
+        for count in counts if candidates else ():
             automatic = aj.AutoFit(candidates=tuple(candidates), ladder=(count,), time_limit=None)
             options = dict(fit=automatic, closures=count, ending=ending, seed=trained.seed)
             compiled = fit(aj.Options(**options))
@@ -84,6 +94,11 @@ def entries(
 def closure_counts(spec: aj.SinkhornSpec) -> list[int]:
     """The numbers in ``CLOSURES`` that are below the teacher's number of steps."""
     return [count for count in CLOSURES if count < spec.num_steps]
+
+
+def codebooks(spec: aj.SinkhornSpec) -> tuple[str, ...]:
+    """Names of the fits in ``CODEBOOKS`` for a teacher."""
+    return tuple(name if spec.last_step == "row" else f"{name}, row mass" for name in CODEBOOKS)
 
 
 def compiled_entry(

@@ -30,6 +30,7 @@ def run(
     test_examples: int = TEST_EXAMPLES,
     num_images: int = compile_teacher.NUM_IMAGES,
     thorough: bool = False,
+    auto: bool = True,
     again: bool = False,
 ) -> tuple[Study, list[pathlib.Path]]:
     """Runs the study, and writes its files after every teacher.
@@ -43,6 +44,7 @@ def run(
       out: folder for ``study.md``, ``study.json`` and ``study.png``.
       test_examples, num_images: see ``measure``.
       thorough: let the automatic fit choose from ``aj.THOROUGH`` instead of ``aj.CANDIDATES``.
+      auto: with the automatic fit, which takes most of the time.
       again: measure again, even if figures are stored.
 
     Returns:
@@ -51,7 +53,7 @@ def run(
     Raises:
       UserError: see ``load`` and ``groups_of``; or a data set does not exist.
     """
-    candidates = aj.THOROUGH if thorough else aj.CANDIDATES
+    candidates = (aj.THOROUGH if thorough else aj.CANDIDATES) if auto else ()
     finished: dict[str, Group] = {}
     for label, members in groups_of(load(folders)).items():
         done = []
@@ -77,7 +79,9 @@ def run(
             done.append(dataclasses.replace(figures, run=str(folder)))
             facts = _facts(trained.recipe, done, split, test_examples, num_images)
             finished[label] = Group(label, facts, results.lines_of(done), tuple(done))
-            study = Study("Fidelity over seeds", tuple(finished.values()), _common_facts(thorough))
+            study = Study(
+                "Fidelity over seeds", tuple(finished.values()), _common_facts(thorough, auto)
+            )
             written = [*study.write(out), closures_plot.draw(study, out / "study.png")]
     return study, written
 
@@ -119,8 +123,9 @@ def _facts(recipe, done, split, test_examples, num_images) -> dict[str, str]:
     return facts
 
 
-def _common_facts(thorough: bool) -> dict[str, str]:
+def _common_facts(thorough: bool, auto: bool) -> dict[str, str]:
     chosen = "THOROUGH" if thorough else "CANDIDATES"
+    chosen = f"{chosen}, chosen on held-out calibration batches for fidelity alone"
     return {
         "a star": "the operator does not end on the same side as the teacher",
         "rel-l2": "of the attention weights, mean and median over cases",
@@ -128,7 +133,7 @@ def _common_facts(thorough: bool) -> dict[str, str]:
         "calls": "softmax attention calls of a layer that stores no N x M array",
         "extra cost": "multiply-adds of the prediction, in units of the products of one head's "
         "scores (N M d); sorts, exponentials and the closures are not counted",
-        "auto": f"{chosen}, chosen on held-out calibration batches for fidelity alone",
+        "auto": chosen if auto else "left out",
         "date": time.strftime("%Y-%m-%d"),
         **machine.facts(),
     }

@@ -13,7 +13,7 @@ from train.evaluation import compile_teacher, fidelity, operators
 from train.evaluation.operators import Operator
 from train.recipes.schema import Recipe
 from train.reporting import progress
-from train.study.entries import closure_counts, entries
+from train.study.entries import CODEBOOKS, closure_counts, entries
 from train.study.extra_cost import score_products
 from train.study.results import Measured, TeacherFigures
 from train.training.splits import Split
@@ -46,13 +46,16 @@ def measure(
       test_examples: largest number of test examples to measure on. The teacher's own accuracy is
         measured on all of them.
       num_images: number of calibration examples.
-      candidates: candidates of the automatic fit, or None for ``aj.CANDIDATES``.
+      candidates: candidates of the automatic fit, or None for ``aj.CANDIDATES``; empty for no
+        automatic fit.
     """
     began = time.perf_counter()
     recipe = trained.recipe
-    fits = 1 + len(ENDINGS) * (1 + len(closure_counts(recipe.spec)))
+    candidates = aj.CANDIDATES if candidates is None else candidates
+    automatic = len(closure_counts(recipe.spec)) if candidates else 0
+    fits = 1 + len(ENDINGS) * (1 + automatic) + len(CODEBOOKS)
     with progress.bar(f"fit {folder}", fits) as report:
-        fitted = entries(trained, split.train, num_images, candidates or aj.CANDIDATES, report)
+        fitted = entries(trained, split.train, num_images, candidates, report)
     rows = [entry.operator for entry in fitted]
     reference = operators.teacher(recipe, trained.variables)
     test = sample(split.test, test_examples)

@@ -96,7 +96,9 @@ class Checkpoints:
         try:
             self._manager.save(
                 step,
-                args=args.Composite(state=args.StandardSave(state), about=args.JsonSave(about)),
+                args=args.Composite(
+                    state=args.StandardSave(_parts(state)), about=args.JsonSave(about)
+                ),
             )
         except Exception as fault:  # orbax reports a full disk as OSError or as ValueError
             if FULL_DISK not in str(fault):
@@ -153,9 +155,9 @@ class Checkpoints:
         about = About(Recipe.from_json(stored["recipe"]), stored["seed"], step)
         blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like(about))
         restored = self._manager.restore(
-            step, args=args.Composite(state=args.StandardRestore(blank))
+            step, args=args.Composite(state=args.StandardRestore(_parts(blank)))
         ).state
-        state = jax.tree.map(np.asarray, restored)
+        state = blank.replace(**jax.tree.map(np.asarray, restored))
         if digest(state) != stored["digest"]:
             raise ValueError("its arrays do not match their digest")
         return state, about
@@ -176,6 +178,11 @@ class Checkpoints:
             (self.folder / str(step)).replace(place / f"{step}-{os.urandom(3).hex()}")
         devices.wait("damaged checkpoint moved")
         self._manager.reload()
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """The fields of a state that are not None, so that a new optional field changes no old run."""
+    return {name: value for name, value in vars(state).items() if value is not None}
 
 
 def digest(tree: Any) -> str:

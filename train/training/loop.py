@@ -17,10 +17,10 @@ from train.recipes.schema import Recipe, differences
 from train.reporting import progress
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.training import factory, run_folder, step
+from train.training import amortized, factory, run_folder, step
 from train.training.checkpoints import About, Checkpoints
 from train.training.prefetch import Prefetch
-from train.training.teacher import Teacher
+from train.training.teacher import Teacher, of_state
 
 LOG_EVERY = 20  # steps
 SAVES = 20  # about this many checkpoints in a long run; a short run saves after every epoch
@@ -42,7 +42,8 @@ def train(
 
     On one machine a resumed run ends with the same parameters, bit for bit, as an uninterrupted
     one. A checkpoint stores parameters, optimiser state, random key and step, and a batch depends
-    only on the seed and the step.
+    only on the seed and the step. If the recipe trains through compiled layers, it also stores
+    these and their running sums.
 
     Args:
       recipe: what to train.
@@ -65,6 +66,7 @@ def train(
     save_every = save_every or max(1, recipe.epochs // SAVES)
     last_step = total if stop_after is None else min(stop_after, total)
     layout, create, take_step = programs(recipe, epoch_steps, way)
+    refresh = refresh_program(recipe, way)
     share = devices.share()
     make_batch = lambda index: tuple(map(layout.feed, batches.at(index, share)))
     with Checkpoints(run) as checkpoints, _stop_on_signal() as interrupted:
@@ -77,6 +79,8 @@ def train(
         ):
             began = time.perf_counter()
             for count, batch in enumerate(prefetched, start + 1):
+                if refresh is not None and (count - 1) % recipe.amortize.every == 0:
+                    state = refresh(state, batch[0])
                 state, metrics = take_step(state, *batch)
                 if devices.fakes_devices():
                     jax.block_until_ready(state)
@@ -85,6 +89,8 @@ def train(
                 if log_now or stop:
                     values = {name: float(x) for name, x in layout.read(metrics).items()}
                     _check_finite(values["loss"], count, checkpoints)
+                    if refresh is not None:
+                        values |= amortized.distances(layout.read(state.amortized))
                     seconds = time.perf_counter() - began
                     log.write(
                         count,
@@ -94,7 +100,10 @@ def train(
                     )
                     epoch = (count - 1) // epoch_steps + 1
                     note = f"epoch {epoch}/{recipe.epochs}, loss {values['loss']:.3f}"
-                    report(count, f"{note}, accuracy {values['accuracy']:.2f}")
+                    note += f", accuracy {values['accuracy']:.2f}"
+                    if refresh is not None:
+                        note += f", rel-l2 to Sinkhorn {values['rel_l2']:.3f}"
+                    report(count, note)
                 if stop or count == last_step or count % (save_every * epoch_steps) == 0:
                     checkpoints.save(layout.read(state), recipe, seed)
                 if stop:
@@ -102,8 +111,7 @@ def train(
                         f"stopped and saved at step {count} of {total}: resume with the same "
                         f"command and --run {run} --resume"
                     )
-    state = layout.read(state)
-    return Teacher(recipe, seed, int(state.step), {"params": state.params})
+    return of_state(recipe, seed, layout.read(state))
 
 
 @functools.lru_cache(maxsize=4)
@@ -125,14 +133,30 @@ def programs(
     layout = devices.WAYS[way](recipe.batch_size)
     tx = step.optimizer(recipe, epoch_steps)
     inputs = recipe.example_inputs()
-    create = jax.jit(lambda key: step.create(factory.build(recipe), tx, inputs, key))
+    layers = amortized.training(recipe)
+    create = jax.jit(lambda key: step.create(factory.build(recipe), tx, inputs, key, layers))
     take_step = functools.partial(
         step.train_step,
         model_at=factory.training(recipe, recipe.epochs * epoch_steps),
         tx=tx,
         accumulate=recipe.accumulate,
+        amortized=layers,
     )
     return layout, create, layout.compile(take_step)
+
+
+@functools.lru_cache(maxsize=4)
+def refresh_program(recipe: Recipe, way: str) -> Callable | None:
+    """The compiled refresh ``refresh(state, inputs)`` of a run, see ``amortized.refresh``.
+
+    None if the recipe does not train through compiled layers. Arguments and cache as ``programs``.
+    """
+    layers = amortized.training(recipe)
+    if layers is None:
+        return None
+    settings = dict(amortized=layers, accumulate=recipe.accumulate)
+    layout = devices.WAYS[way](recipe.batch_size)
+    return layout.compile(functools.partial(amortized.refresh, **settings))
 
 
 def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[step.TrainState, int]:

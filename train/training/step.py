@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import asap_jax as aj
 from train.recipes.schema import Recipe
 
 
@@ -21,12 +23,14 @@ class TrainState:
       params: the model's parameters.
       opt_state: the optimiser's state.
       rng: data of the run's random key, ``(2,)`` uint32; dropout depends on it and on the step.
+      amortized: the ``aj.AmortizedState`` of a run that trains through compiled layers, or None.
     """
 
     step: jax.Array
     params: dict
     opt_state: optax.OptState
     rng: jax.Array
+    amortized: Any = None
 
 
 def optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformation:
@@ -36,7 +40,11 @@ def optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformat
 
 
 def create(
-    model: nn.Module, tx: optax.GradientTransformation, inputs: jax.Array, key: jax.Array
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    inputs: jax.Array,
+    key: jax.Array,
+    amortized: aj.linen.AmortizedTraining | None = None,
 ) -> TrainState:
     """The state before the first step.
 
@@ -45,6 +53,7 @@ def create(
       tx: the optimiser.
       inputs: a batch; only its shape and dtype are used.
       key: random key of the run.
+      amortized: trains through compiled layers; they predict 0 until the first refresh.
     """
     params = model.init(key, inputs)["params"]
     return TrainState(
@@ -52,6 +61,7 @@ def create(
         params=params,
         opt_state=tx.init(params),
         rng=jax.random.key_data(jax.random.fold_in(key, 1)),
+        amortized=None if amortized is None else amortized.empty({"params": params}, inputs),
     )
 
 
@@ -75,6 +85,7 @@ def train_step(
     tx: optax.GradientTransformation,
     axis_name: str | None = None,
     accumulate: int = 1,
+    amortized: aj.linen.AmortizedTraining | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One step, a pure function.
 
@@ -86,6 +97,7 @@ def train_step(
       tx: the optimiser of ``state``.
       axis_name: average gradients and metrics over this mapped axis (``jax.pmap``).
       accumulate: number of equal parts of the batch that go through the model one after the other.
+      amortized: runs the model with the compiled layers of ``state.amortized``; None for its own.
 
     Returns:
       The state after the step, and ``{"loss", "accuracy"}`` of the batch before the update.
@@ -97,7 +109,10 @@ def train_step(
 
     def objective(params, inputs, labels, key):
         rngs = {"dropout": key}
-        logits = model.apply({"params": params}, inputs, deterministic=False, rngs=rngs)
+        variables = {"params": params}
+        if amortized is not None:
+            variables = amortized.variables(state.amortized, variables)
+        logits = model.apply(variables, inputs, deterministic=False, rngs=rngs)
         return loss_and_accuracy(logits, labels)
 
     both = jax.value_and_grad(objective, has_aux=True)

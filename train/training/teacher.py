@@ -9,7 +9,7 @@ import numpy as np
 
 from train.data.examples import Examples
 from train.recipes.schema import Recipe
-from train.training import factory, step
+from train.training import amortized, factory, step
 from train.training.checkpoints import About, Checkpoints
 
 
@@ -22,12 +22,14 @@ class Teacher:
       seed: seed of the run.
       step: number of steps taken.
       variables: the linen variables, ``{"params": ...}``.
+      compiled: variables with the compiled layers that it trained through, or None.
     """
 
     recipe: Recipe
     seed: int
     step: int
     variables: dict
+    compiled: dict | None = None
 
 
 def load_teacher(run: str | os.PathLike) -> Teacher:
@@ -40,11 +42,18 @@ def load_teacher(run: str | os.PathLike) -> Teacher:
     def like(about: About) -> step.TrainState:
         tx = step.optimizer(about.recipe, 1)
         model, inputs = factory.build(about.recipe), about.recipe.example_inputs()
-        return jax.eval_shape(lambda: step.create(model, tx, inputs, jax.random.key(0)))
+        layers = amortized.training(about.recipe)
+        return jax.eval_shape(lambda: step.create(model, tx, inputs, jax.random.key(0), layers))
 
     with Checkpoints(run) as checkpoints:
         state, about = checkpoints.restore(like)
-    return Teacher(about.recipe, about.seed, about.step, {"params": state.params})
+    return of_state(about.recipe, about.seed, state)
+
+
+def of_state(recipe: Recipe, seed: int, state: step.TrainState) -> Teacher:
+    """The teacher of a training state of host arrays."""
+    compiled = amortized.compiled_variables(recipe, state)
+    return Teacher(recipe, seed, int(state.step), {"params": state.params}, compiled)
 
 
 def predict(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import chex
 import jax
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import asap_jax as aj
-from train.bench import esp_resources, features, floor, gpu, layer, memory_gradient, peers, trace
+from train.bench import esp_resources, features, floor, layer, memory_gradient, peers, trace
 from train.bench.measure import DENSE, GIB, measure, table, value_and_gradients
 from train.cli import parser
-from train.runtime import machine
+from train.runtime import machine, timing
 from train.runtime.errors import UserError
 
 
@@ -165,6 +166,15 @@ def test_the_peers_compute_the_same_attention(num_steps):
     )
 
 
+def test_short_calls_are_queued_until_they_fill_the_window():
+    calls = []
+    short = lambda: calls.append(1) or time.sleep(1e-3)
+    (times,) = timing.samples({"short": short}, rounds=2, window=20.0).values()
+    assert len(times) == 2
+    assert 2 + 2 * 3 < len(calls) <= 2 + 2 * 20  # two calls before, then two samples
+    assert all(1 <= milliseconds < 20 for milliseconds in times)
+
+
 def test_a_setting_that_a_benchmark_does_not_take_is_refused(capsys):
     assert parser.main(["bench", "import", "--lengths", "8"]) == 1
     assert "bench import takes no --lengths" in capsys.readouterr().err
@@ -174,26 +184,6 @@ def test_an_unknown_benchmark_lists_the_known(capsys):
     with pytest.raises(SystemExit):
         parser.main(["bench", "nothing"])
     assert "esp-resources" in capsys.readouterr().err
-
-
-def test_the_accelerator_script_checks_every_path(tmp_path, monkeypatch, capsys):
-    for check in gpu.checks(length=16, heads=2, width=8):
-        assert check.weights_error < 5e-6, check
-        assert check.column_error < 1e-5, check
-    monkeypatch.setattr(gpu, "checks", lambda: [gpu.Check("scaling", "default", 1e-6, 1e-7)])
-    gpu.run((4,), minutes=0.0, out=tmp_path)
-    assert "not run, 0.0 minutes are over" in capsys.readouterr().out
-    stored = json.loads((tmp_path / "gpu.json").read_text())
-    assert "weights within 1.0e-06" in stored["facts"]["checks"]
-    assert stored["checks"][0]["column_error"] == 1e-7
-
-
-def test_projected_attention_is_attention_between_projections():
-    function = lambda q, k, v: q + 2 * k + 3 * v
-    x = jax.random.normal(jax.random.key(2), (1, 3, gpu.WIDTH))
-    attend = gpu.projected(function, (1, 3, 2, 4))
-    assert attend(x).shape == (1, 3, gpu.WIDTH)
-    chex.assert_trees_all_close(attend(2 * x), 2 * attend(x), rtol=1e-4, atol=1e-4)
 
 
 def test_facts_hold_the_settings_of_the_allocator(monkeypatch):

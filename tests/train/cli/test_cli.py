@@ -1,5 +1,6 @@
 """The command line: help for every sub-command, and train, compile, evaluate in a row."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -84,6 +85,10 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
         (["ag_news", "--patch-size", "4"], "--patch-size is for image recipes"),
         (["demo", "--length", "64"], "--length is for text recipes"),
         (["ag_news", "--length", "0"], "length 0 must be at least 1"),
+        (["demo", "--amortize", "0"], "amortize every 0 must be at least 1"),
+        (["demo", "--amortize-decay", "0.5"], "--amortize-decay needs --amortize K"),
+        (["demo", "--amortize", "5", "--amortize-closures", "10"], "closures=10 needs a teacher"),
+        (["demo", "--amortize", "5", "--attention", "softmax"], "amortize is for sinkhorn"),
         (["nothing"], "no recipe 'nothing': choose one of"),
         (["imdb", "--process-id", "1"], "need --coordinator"),
     ],
@@ -140,6 +145,24 @@ def test_train_compile_and_evaluate_work_together(minute, tmp_path, monkeypatch,
         assert error.count("\n") == 1
     assert parser.main(["evaluate", run, "--artefact", str(tmp_path / "none.npz")]) == 1
     assert "run python -m train compile" in capsys.readouterr().err
+
+
+def test_a_run_that_amortizes_is_tested_both_ways(minute, tmp_path, monkeypatch, capsys):
+    spec = aj.SinkhornSpec(num_steps=4)
+    monkeypatch.setitem(catalogue.RECIPES, "minute", dataclasses.replace(minute, spec=spec))
+    monkeypatch.setenv(tfds.VARIABLE, str(tfds.PACKAGED))
+    run = str(tmp_path / "run")
+    settings = ["--epochs", "1", "--batch-size", "500", "--amortize", "2"]
+    row = ["--amortize-ending", "row", "--amortize-decay", "0.5"]
+    assert parser.main(["train", "minute", "--run", run, *settings, *row]) == 0
+    printed = capsys.readouterr().out
+    assert "rel-l2 to Sinkhorn" in printed
+    assert "with the compiled layers that it trained through" in printed
+    assert "agreement" in printed
+    assert parser.main(["train", "minute", "--run", run, "--resume", *settings]) == 1
+    assert "ending='row', decay=0.5" in capsys.readouterr().err
+    assert parser.main(["evaluate", run, "--rounds", "1"]) == 0
+    assert "trained through" in capsys.readouterr().out
 
 
 def test_the_fits_and_their_settings_are_those_of_the_library(capsys):

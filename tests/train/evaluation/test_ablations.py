@@ -3,10 +3,12 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 import asap_jax as aj
 from train.data import tfds
 from train.evaluation import ablations, compile_teacher, fidelity
+from train.training import loop
 from train.training.splits import Split
 
 PAPER = """
@@ -20,6 +22,12 @@ Predict both duals, no c-transform;
 ASAP-0, residual log-sum-exp fit, token bias (L=256);
 ASAP, residual log-sum-exp fit, token bias (L=256)
 """
+
+
+@pytest.fixture(scope="module")
+def one_layer(shallow, examples, tmp_path_factory):
+    """A teacher of one layer: every row of a table compiles it again."""
+    return loop.train(shallow, examples, tmp_path_factory.mktemp("one_layer"))
 
 
 def test_every_row_of_the_paper_is_there():
@@ -47,7 +55,7 @@ def test_settings_differ_in_what_their_name_says_and_in_nothing_else():
     assert [rows[f"ASAP, M={count}"].num_images for count in (512, 1024, 4096)] == [512, 1024, 4096]
 
 
-def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, monkeypatch):
+def test_one_table_holds_every_kind_of_row(one_layer, examples, test_examples, monkeypatch):
     fits, compile_once = [], compile_teacher.compile_teacher
 
     def counted(*args, **settings):
@@ -68,7 +76,7 @@ def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, mon
         ],
     )
     split = Split(examples.take(slice(60)), test_examples.take(slice(30)), tfds.PACKAGED)
-    table, points = ablations.run(trained, split, rounds=1)
+    table, points = ablations.run(one_layer, split, rounds=1)
     names = [row.name for row in table.rows]
     assert names[:8] == [
         *("softmax swap", "Sinkhorn S=2", "Sinkhorn S=3", "Sinkhorn S=4", "Sinkhorn S=5"),
@@ -87,18 +95,18 @@ def test_one_table_holds_every_kind_of_row(trained, examples, test_examples, mon
     ]
 
 
-def test_a_row_is_measured_with_its_own_fit(trained, examples, test_examples):
+def test_a_row_is_measured_with_its_own_fit(one_layer, examples, test_examples):
     rows = [
         ablations.Setting("a", aj.PaperFit(num_slices=4), "two_sided", 60),
         ablations.Setting("b", aj.PaperFit(num_slices=4, objective="kl"), "one_sided", 60),
     ]
-    more = ablations.compile_rows(trained, examples, rows)
+    more = ablations.compile_rows(one_layer, examples, rows)
     table = fidelity.measure(
-        trained.recipe, trained.variables, test_examples, more=more, budgets=(2,), rounds=1
+        one_layer.recipe, one_layer.variables, test_examples, more=more, budgets=(2,), rounds=1
     )
     for row, setting in zip(more, rows, strict=True):
-        options = aj.Options(fit=setting.fit, seed=trained.seed)
-        alone = compile_teacher.compile_teacher(trained, examples, options, num_images=60)
+        options = aj.Options(fit=setting.fit, seed=one_layer.seed)
+        alone = compile_teacher.compile_teacher(one_layer, examples, options, num_images=60)
         for path, state in row.states.items():
             leaf = alone.variables["asap"]
             for part in path:

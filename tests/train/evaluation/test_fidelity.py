@@ -217,8 +217,8 @@ def test_the_picture_shows_the_same_head_under_three_operators(
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_demo_writes_all_its_files(tiny, split, tmp_path, monkeypatch, capsys):
-    small = dataclasses.replace(tiny, epochs=1, batch_size=100, drops=())
+def test_the_demo_writes_all_its_files(shallow, split, tmp_path, monkeypatch, capsys):
+    small = dataclasses.replace(shallow, epochs=1, batch_size=100, drops=())
     few = dataclasses.replace(
         split, train=split.train.take(slice(300)), test=split.test.take(slice(40))
     )

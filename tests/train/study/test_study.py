@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 import rich.console
 from jax.extend.core import jaxprs_in_params
@@ -34,6 +35,8 @@ NAMES = [
     *("softmax swap", "Sinkhorn S=2", "Sinkhorn S=3", "ASAP-0", "ASAP"),
     *("Moments, 2 closures", "Auto, 2 closures"),
     "Moments, 2 closures, row ending",
+    "Codebook, row mass, 1 closure, row ending",
+    "Large codebook, row mass, 1 closure, row ending",
     "Auto, 2 closures, row ending",
 ]
 STEPS = 4
@@ -99,10 +102,22 @@ def test_all_operators_are_there_with_their_closures_and_endings(done):
     (group,) = done[0].groups
     assert group.label == "demo (small), S=4, learning rate 0.001"
     assert [line.name for line in group.lines] == NAMES
-    assert [line.closures for line in group.lines] == [1, 2, 3, 1, 3, 2, 2, 2, 2]
+    assert [line.closures for line in group.lines] == [1, 2, 3, 1, 3, 2, 2, 2, 1, 1, 2]
     other = [line.name for line in group.lines if not line.same_ending]
-    assert other == ["softmax swap", "Sinkhorn S=3", *NAMES[-2:]]
-    assert [line.values["calls"].median for line in group.lines] == [1, 3, 3, 2, 4, 3, 3, 2, 2]
+    assert other == ["softmax swap", "Sinkhorn S=3", *NAMES[-4:]]
+    assert [line.values["calls"].median for line in group.lines] == [
+        1,
+        3,
+        3,
+        2,
+        4,
+        3,
+        3,
+        2,
+        1,
+        1,
+        2,
+    ]
 
 
 def test_attention_columns_are_mean_and_median_over_cases(values, cases):
@@ -126,8 +141,8 @@ def test_score_spread_is_the_standard_deviation_of_active_scores(done, cases):
     rng, spec = np.random.default_rng(0), aj.SinkhornSpec()
     q, k = rng.normal(size=(2, 2, 5, 3, 4)).astype(np.float32)
     mask = np.arange(5) < np.array([3, 5])[:, None]
-    wide = jnp.asarray(mask[:, None, None], jnp.float32)
-    record = Record.of(jnp.asarray(q), jnp.asarray(k), jnp.asarray(k), None, wide, spec)
+    wide = problems.array(mask[:, None, None], jnp.float32)
+    record = Record.of(problems.array(q), problems.array(k), problems.array(k), None, wide, spec)
     scores = np.einsum("bnhd,bmhd->hnbm", q, k) / 2
     expected = np.mean([np.std(head[:, mask]) for head in scores])
     found = fidelity.score_spread(record, spec=spec)
