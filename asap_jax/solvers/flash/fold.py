@@ -72,7 +72,7 @@ def parts(bias: jax.Array, dtype) -> list[jax.Array]:
         result.append(part)
         rest = rest - part
     first, *others = result
-    return [bias + (first - jax.lax.stop_gradient(bias)), *others]
+    return [first + (bias - jax.lax.stop_gradient(bias)), *others]
 
 
 def _centre(bias: jax.Array) -> jax.Array:

@@ -51,8 +51,9 @@ def test_the_gradient_of_the_bias_is_that_of_its_first_channel(rng):
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(bias), weights.sum(-2), rtol=1e-5)
 
 
-def test_an_example_without_keys_is_finite(rng):
-    q, k = problems.per_head(rng)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_example_without_keys_is_finite(rng, dtype):
+    q, k = problems.per_head(rng, dtype=dtype)
     folded = fold.fold(q, k, jnp.full(k.shape[:-1], MASKED))
     assert all(np.isfinite(x).all() for x in folded)
     assert (np.asarray(folded.centre) == 0).all()
