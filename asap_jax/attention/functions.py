@@ -37,14 +37,14 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
       mask: rank of the scores, size-1 axes allowed, bool or 0/1.
       spec: the finite-budget convention.
       implementation: ``"log"`` computes in the log domain; ``"scaling"`` exponentiates once, and
-        falls back to the log domain if the result cannot be trusted; ``"streaming"`` works tile by
-        tile, with memory linear in the length; ``"auto"`` is ``"scaling"``, or ``"streaming"`` if
-        the kernel is too large to store. ``"fused"`` takes the attention kernel of the platform:
+        falls back to the log domain if the result cannot be trusted; ``"streaming"`` works block
+        by block, with memory linear in the length; ``"auto"`` is ``"scaling"``, or ``"streaming"``
+        if the kernel is too large to store. ``"fused"`` takes the attention kernel of the platform:
         on CUDA ``"cudnn"`` for layers of one call and ``"tokamax"`` for others (the extra
         ``asap_jax[fused]``), in bfloat16 or float16; ``"splash"`` on TPUs. It computes in the dtype
         of the inputs, and takes masks and biases of the keys, ``(..., heads, 1, M)``, or of the
         queries, ``(..., heads, N, 1)``. It has not run on a card yet. ``chosen_implementation``
-        says what a call takes.
+        says what a call takes. The names of these three kernels are accepted too.
       return_weights: static; also return the weights ``(..., heads, N, M)``.
       dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
         weights; it breaks the marginals.
@@ -59,8 +59,8 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
       key give exactly 0.
 
     Raises:
-      ValueError, TypeError: at trace time; the message names the argument and both shapes. A fused
-        kernel that cannot compute the call.
+      ValueError, TypeError: at trace time; the message names the argument and both shapes.
+        ValueError also if a fused kernel cannot compute the call.
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     checks.one_of("implementation", implementation, registry.NAMES)

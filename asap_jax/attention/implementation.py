@@ -23,7 +23,7 @@ def chosen_implementation(
     implementation: str = "auto",
     dtype: Any = None,
 ) -> str:
-    """The name of the implementation that a call takes on the default device.
+    """The name of the implementation that a call without weights takes on the default device.
 
     ``"auto"`` and ``"fused"`` depend on shapes, dtype and platform, so the answer is one of the
     other names. Nothing is computed.
@@ -32,7 +32,8 @@ def chosen_implementation(
       query, key, value, bias, mask, dtype: as in ``sinkhorn_attention``; ``jax.ShapeDtypeStruct``
         will do.
       calls: number of softmax-attention calls of the operator, as in the reports: n for n closures
-        that end on rows, n + 1 for columns; 1 for softmax attention.
+        that end on rows, n + 1 for columns; 1 for softmax attention. One less for each correction
+        of the predictor.
       implementation: the name that the call is given.
 
     Raises:
@@ -40,7 +41,7 @@ def chosen_implementation(
     """
     checks.one_of("implementation", implementation, registry.NAMES)
     calls = checks.positive_int("calls", calls)
-    # Closures that end on rows take as many calls.
+    # n closures that end on rows take n calls, so they stand for any operator of n calls.
     closures, chosen = Closures("key" if calls % 2 else "query", calls), []
 
     def trace(query, key, value, bias, mask):

@@ -109,6 +109,7 @@ class AmortizedTraining:
         result = AmortizedState({}, {}, {}, {})
         for path, record in recorded.items():
             layer = self._layer(path, record)
+            _check_settings(path, state.layers[path], layer)
             new = _sums(layer, record, axis_name)
             _check_fits(path, state.sums[path], new)
             result.sums[path] = _decayed(state.sums[path], new, self.decay)
@@ -186,6 +187,16 @@ def _solved(layer: SumsFit, sums: tuple[NormalEquations, ...]) -> CompiledState:
     layer.sums = list(sums)
     state, _ = layer.solve()
     return state
+
+
+def _check_settings(path: str, old: CompiledState, layer: SumsFit) -> None:
+    """Raises ValueError unless the sums of the old state are those of the same dual."""
+    settings = lambda x: dict(closures=x.closures, ending=x.ending, spec=x.spec)
+    if settings(old) != settings(layer):
+        raise ValueError(
+            f"state does not fit layer {path!r}: it was fitted with {settings(old)}, but this "
+            f"training has {settings(layer)}"
+        )
 
 
 def _check_fits(path: str, old: Any, new: Any) -> None:

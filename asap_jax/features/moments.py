@@ -61,34 +61,32 @@ class Moments(Family):
     def from_tokens(self, tokens: Tokens) -> jax.Array:
         """Centred features ``(..., N, F)``."""
         t = _moments(tokens)
-        u = t.root * (t.own - t.own_mean[..., None, :])
-        by_c = _product(u, t.c)
-        along = lambda vector, rows=u: jnp.einsum(
+        by_c = _product(t.u, t.c)
+        along = lambda vector, rows=t.u: jnp.einsum(
             "...nd,...d->...n", rows, vector, precision=_EXACT
         )
         columns = [
-            0.5 * _dot(u, u) + along(t.delta),
+            0.5 * _dot(t.u, t.u) + along(t.delta),
             along(t.delta),
-            _dot(u, by_c),
+            _dot(t.u, by_c),
             _dot(by_c, by_c),
-            _dot(u, _product(u, t.c_own)),
+            _dot(t.u, _product(t.u, t.c_own)),
             along(t.delta, by_c),
         ]
         if self.absolute:
             columns += [along(t.mean), along(t.mean, by_c)]
-        x = jnp.concatenate([u, jnp.stack(columns, axis=-1)], axis=-1)
-        return x - masks.token_mean(x, tokens.own_valid)
+        x = jnp.concatenate([t.u, jnp.stack(columns, axis=-1)], axis=-1)
+        return x - masks.token_mean(x, t.valid)
 
     def linear(self, coefficients: jax.Array, tokens: Tokens) -> jax.Array:
         """The features times ``coefficients`` ``(F,)`` or ``(H, F)``, up to a constant.
 
         This is a linear and a quadratic form per head, ``u.a + u'Bu``: three products of N d^2
-        operations, without the features. The form is moved from ``u`` to tokens that are not
-        centred, which saves a pass over them.
+        operations, without the features.
         """
         t = _moments(tokens)
-        w = jnp.asarray(coefficients, t.own.dtype)
-        d = t.own.shape[-1]
+        w = jnp.asarray(coefficients, t.centred.dtype)
+        d = t.centred.shape[-1]
         lead = t.delta.shape[: t.delta.ndim - w.ndim]
         w = jnp.broadcast_to(w, (*lead, *w.shape))
         values, rho, delta, by_c, by_c2, by_own, c_delta = (
@@ -101,69 +99,73 @@ class Moments(Family):
             mean, c_mean = (w[..., d + NUM_INVARIANT + i, None] for i in range(NUM_ABSOLUTE))
             a = a + mean * t.mean
             inside = inside + c_mean * t.mean
-        apply = lambda matrix, x: jnp.einsum("...de,...e->...d", matrix, x, precision=_EXACT)
-        a = a + apply(t.c, inside)
+        a = a + jnp.einsum("...de,...e->...d", t.c, inside, precision=_EXACT)
         unit = jnp.broadcast_to(jnp.eye(d, dtype=a.dtype), t.c.shape)
         wide = lambda x: x[..., None]
         b = wide(by_c) * t.c + wide(by_c2) * _product(t.c, t.c) + wide(by_own) * t.c_own
-        b = t.root**2 * (b + 0.5 * wide(rho) * unit)
-        a = t.root * a - 2 * apply(b, t.own_mean)
-        return _dot(t.own, _product(t.own, b) + a[..., None, :])
+        b = b + 0.5 * wide(rho) * unit
+        # Scale the small factors, not the tokens, to avoid a copy of the tokens.
+        return _dot(t.centred, _product(t.centred, t.root**2 * b) + t.root * a[..., None, :])
 
 
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 class _Moments(NamedTuple):
-    """Tokens of the own side, and the moments of both sides.
+    """Centred tokens of the own side, and the moments of both sides times ``root = sqrt(scale)``.
 
-    own ``(..., N, d)``: relative to about the mean of the other side, which keeps their float32
-    digits when all tokens are far from 0; own_mean ``(..., d)``: their mean. Times
-    ``root = sqrt(scale)``: mean, of the other side, and delta, ``(..., d)``; c, c_own
-    ``(..., d, d)``.
+    centred ``(..., N, d)``, not times root; mean, delta ``(..., d)``; c, c_own ``(..., d, d)``;
+    valid ``(..., N)``, None if all are.
     """
 
-    own: jax.Array
-    own_mean: jax.Array
+    centred: jax.Array
     root: float
     mean: jax.Array
     delta: jax.Array
     c: jax.Array
     c_own: jax.Array
+    valid: jax.Array | None
+
+    @property
+    def u(self) -> jax.Array:
+        """Centred tokens times ``root``."""
+        return self.root * self.centred
 
 
 def _moments(t: Tokens) -> _Moments:
     root = math.sqrt(t.scale)
-    origin = masks.token_mean(t.other, t.other_valid)
-    own, other = t.own - origin, t.other - origin
-    own_mean, other_mean = (
-        masks.token_mean(own, t.own_valid),
-        masks.token_mean(other, t.other_valid),
-    )
-    active_own, active_other = (
-        masks.zero_inactive(own, t.own_valid),
-        masks.zero_inactive(other, t.other_valid),
-    )
-    own_mean, other_mean = jnp.squeeze(own_mean, -2), jnp.squeeze(other_mean, -2)
+    # Means relative to one of the tokens keep their float32 digits when all tokens are far from 0.
+    origin = _first_valid(t.other, t.other_valid)
+    other_mean = masks.token_mean(t.other - origin, t.other_valid)
+    own_mean = masks.token_mean(t.own - origin, t.own_valid)
+    own = t.own - origin - own_mean
+    own_active = masks.zero_inactive(own, t.own_valid)
+    other_active = masks.zero_inactive(t.other - origin - other_mean, t.other_valid)
     return _Moments(
-        own=own,
-        own_mean=own_mean,
+        centred=own,
         root=root,
-        mean=root * (jnp.squeeze(origin, -2) + other_mean),
-        delta=root * (own_mean - other_mean),
-        c=root**2 * _covariance(active_other, other_mean, t.other_valid),
-        c_own=root**2 * _covariance(active_own, own_mean, t.own_valid),
+        mean=root * jnp.squeeze(origin + other_mean, -2),
+        delta=root * jnp.squeeze(own_mean - other_mean, -2),
+        c=root**2 * _covariance(other_active, t.other_valid),
+        c_own=root**2 * _covariance(own_active, t.own_valid),
+        valid=t.own_valid,
     )
 
 
-def _covariance(active: jax.Array, mean: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """From tokens ``(..., N, d)``, 0 if not valid; not centred first, which saves a pass."""
-    square = jnp.einsum("...nd,...ne->...de", active, active, precision=_EXACT)
-    count: Any = active.shape[-2]
-    if valid is not None:
-        one = jnp.ones((), active.dtype)
-        count = jnp.maximum(valid.sum(-1, dtype=one.dtype), one)[..., None, None]
-    return square / count - mean[..., :, None] * mean[..., None, :]
+def _first_valid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """The first valid token ``(..., 1, d)``, or the first token if none is valid."""
+    if valid is None:
+        return x[..., :1, :]
+    index = jnp.argmax(jnp.broadcast_to(valid, x.shape[:-1]), -1)[..., None, None]
+    return jnp.take_along_axis(x, index, -2)
+
+
+def _covariance(centred: jax.Array, valid: jax.Array | None) -> jax.Array:
+    total = jnp.einsum("...nd,...ne->...de", centred, centred, precision=_EXACT)
+    if valid is None:
+        return total / centred.shape[-2]
+    count = jnp.maximum(valid.sum(-1, dtype=centred.dtype), jnp.ones((), centred.dtype))
+    return total / count[..., None, None]
 
 
 def _product(x, matrix):

@@ -1,11 +1,11 @@
 """Closures block by block, so that no N x M array is stored, in forward or reverse mode.
 
-A block is some of one side's tokens with all tokens of the other side. ``flash`` is softmax
-attention with a bias on the keys, and gives the log-sum-exp of every row: a row closure. A column
-closure is the same with queries and keys exchanged. In a loop, a row closure and the next column
-closure take one sweep: with ``P`` the row-closed plan, the next column scaling is
-``v + log(target / sum_i P_ij)``. If a column sum is too small to be trusted, the closures are
-repeated with ``flash`` alone.
+A block, or tile, is some of one side's tokens with all tokens of the other side. ``flash`` is
+softmax attention with a bias on the keys, and gives the log-sum-exp of every row: a row closure. A
+column closure is the same with queries and keys exchanged. In a loop, a row closure and the next
+column closure take one sweep: with ``P`` the row-closed plan, the next column scaling is
+``v + log(target / sum_i P_ij)``. If a column sum is too small, or a scaling too large, to be
+trusted, the closures are repeated with ``flash`` alone.
 
 Only sums over blocks are carried from block to block. The work on a block is checkpointed without
 them, therefore reverse mode stores the inputs of the blocks and nothing else.
@@ -28,6 +28,8 @@ from asap_jax.solvers.closures import Closures
 
 BLOCK = 128
 """Query rows of a block. 64 to 256 are equally fast on CPUs."""
+PLAIN_FLOOR = 1e-20
+"""Smallest trusted sum beside a kernel that is exponentiated as it is."""
 RANGE = 40.0
 """Largest trusted log column scaling beside a kernel that is exponentiated as it is: row sums then
 lie within float32, for up to a million keys."""
@@ -98,7 +100,7 @@ def make_blocks(p: Problem, epsilon: float, *, plain: bool = False, block: int =
     """Cuts ``p`` into blocks of queries; the last block is padded with masked rows."""
     count = p.q.shape[-2]
     size = min(block, count)
-    p, live = _without_square_mask(p)
+    p, live = _without_token_mask(p)
     padding = -count % size
 
     def rows(a):
@@ -110,10 +112,11 @@ def make_blocks(p: Problem, epsilon: float, *, plain: bool = False, block: int =
     return Blocks(tuple(map(rows, (p.q, live, p.bias, p.mask))), p, epsilon, plain)
 
 
-def _without_square_mask(p: Problem) -> tuple[Problem, jax.Array | None]:
-    """``p`` and None; if its N x M mask says which tokens are active, ``p`` masked by key alone.
+def _without_token_mask(p: Problem) -> tuple[Problem, jax.Array | None]:
+    """Splits an N x M mask that leaves out whole tokens.
 
-    Then the second result says which queries are active, ``(..., N, 1)``.
+    Returns the problem with a mask of the keys alone, and which queries are active,
+    ``(..., N, 1)``. Any other problem comes back unchanged, with None.
     """
     if p.mask is None or p.validity is None or not p.whole_tokens or 1 in p.mask.shape[-2:]:
         return p, None
@@ -217,7 +220,11 @@ def log_sum_exp(rows: Blocks, column: jax.Array) -> jax.Array:
 def _closed(
     s: Sides, start: jax.Array, closures: Closures, step: Callable[[Sides, jax.Array], Step]
 ) -> tuple[jax.Array, jax.Array]:
-    """``A v`` after the closures, with ``step`` for a row and a column closure; and its trust."""
+    """``A v (..., N, d_v)`` after the closures, and ``()`` whether to trust it.
+
+    ``start``: log scaling ``(..., N)`` or ``(..., M)`` of ``closures.side``; ``step``: a row and a
+    column closure.
+    """
     column, num_steps = start, closures.num_steps
     if closures.side == "query":
         column = s.log_target - log_sum_exp(s.columns, start)
@@ -250,7 +257,10 @@ def _column_closed(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
 
 
 class Step(NamedTuple):
-    """The log scalings after a row and a column closure, and whether to trust them."""
+    """After a row and a column closure: log scalings ``row (..., N)`` and ``column (..., M)``.
+
+    ``ok ()``: whether to trust them.
+    """
 
     row: jax.Array
     column: jax.Array
@@ -269,13 +279,14 @@ def row_and_column(s: Sides, column: jax.Array) -> Step:
 
     sums, lse = rows.sums(sums_and_lse, jnp.zeros_like(column))
     active = rows.problem.active("key")
-    floor = jnp.asarray(matrix_scaling.FLOOR, sums.dtype)
+    # Without underflow in the kernel, the range of the scalings is what limits the sums.
+    floor = jnp.asarray(PLAIN_FLOOR if rows.plain else matrix_scaling.FLOOR, sums.dtype)
     safe = jnp.maximum(jnp.where(active, sums, jnp.ones_like(sums)), floor)
-    after = s.log_target - jnp.log(safe)
+    after, ok = s.log_target - jnp.log(safe), sums > floor
     if rows.plain:
-        ok = jnp.abs(after) < RANGE
+        ok &= jnp.abs(after) < RANGE
     else:
-        after, ok = column + after, sums > floor
+        after = column + after
     return Step(-lse[..., 0], after, jnp.all(ok | ~active))
 
 

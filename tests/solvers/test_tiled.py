@@ -61,6 +61,25 @@ def test_tiles_detect_underflow_and_fall_back_to_the_log_domain(rng):
     chex.assert_trees_all_close(*outs, rtol=1e-5, atol=1e-6)
 
 
+def test_a_column_sum_that_would_be_clipped_is_not_trusted(rng):
+    """Scores within the bound for plain exponentials, whose scalings leave the range."""
+    q, k = jnp.ones((1, 2, 1, 1)), jnp.asarray([30.0, -30.0]).reshape(1, 2, 1, 1)
+    v = problems.normal(rng, 1, 2, 1, 3)
+    spec = aj.SinkhornSpec(2, scale=1.0)
+
+    def results(name):
+        loss = lambda q, k, v: jnp.sum(
+            jnp.sin(aj.sinkhorn_attention(q, k, v, spec=spec, implementation=name))
+        )
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
+
+    chex.assert_trees_all_close(results("streaming"), results("log"), rtol=1e-5, atol=1e-6)
+    out = aj.sinkhorn_attention(
+        q, k, jnp.eye(2)[None, :, None], spec=spec, implementation="streaming"
+    )
+    np.testing.assert_allclose(out.sum(1), 1, rtol=1e-5)
+
+
 def test_memory_of_tiles_does_not_grow_with_the_square_of_the_length():
     def temporary(length, implementation):
         like = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)

@@ -203,8 +203,9 @@ def _add_study(subs) -> None:
         commands.run_study,
         "compare operators on several teachers and seeds",
         "Measures softmax, Sinkhorn budgets, the paper's ASAP, moments and the automatic fit for "
-        "1, 2 and 3 closures on every teacher. It writes medians and ranges over the seeds of a "
-        "recipe as tables, and plots attention rel-l2 over closures.",
+        "1, 2 and 3 closures, and codebooks for one closure that ends on rows, on every teacher. "
+        "It writes medians and ranges over the seeds of a recipe as tables, and plots attention "
+        "rel-l2 over closures.",
     )
     _add_study_of_runs(fidelity, teacher_figures.TEST_EXAMPLES, "study.md, .json and .png")
     one_by_one = _command(

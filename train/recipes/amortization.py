@@ -27,10 +27,10 @@ class Amortization:
     def check(self, attention: str, spec: aj.SinkhornSpec) -> None:
         """Raises ValueError unless a model with this attention can train this way."""
         if self.every < 1:
-            raise ValueError(f"amortize every {self.every} must be at least 1")
+            raise ValueError(f"amortize: every={self.every} must be at least 1")
         if attention != "sinkhorn":
             raise ValueError(f"amortize is for sinkhorn attention, got attention {attention!r}")
         if not 0 <= self.decay <= 1:
-            raise ValueError(f"amortize decay {self.decay} must be in [0, 1]")
+            raise ValueError(f"amortize: decay={self.decay} must be in [0, 1]")
         fit = check_sums(aj.Options(self.fit, self.closures, self.ending).fit)
         fit.check_teacher("attention", spec, self.closures, self.ending)

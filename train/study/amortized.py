@@ -1,7 +1,7 @@
 """The study of training through compiled layers (``python -m train study amortized``).
 
 Every recipe is trained in several ways: with the whole Sinkhorn loop, through compiled layers, with
-fewer Sinkhorn steps, and with softmax.  Each model is tested with the attention that it trained
+fewer Sinkhorn steps, and with softmax. Each model is tested with the attention that it trained
 through, and with the recipe's Sinkhorn attention put in its place.
 """
 

@@ -1,7 +1,8 @@
 """The study of operators on several teachers and seeds (``python -m train study fidelity``).
 
 On every teacher it measures softmax, Sinkhorn budgets below the teacher's, the paper's ASAP-0 and
-ASAP, and moments and the automatic fit for 1, 2 and 3 closures.  They are fitted on training
+ASAP, and moments and the automatic fit for 1, 2 and 3 closures, and two codebooks for one closure
+that ends on rows. They are fitted on training
 examples and measured on test examples.  Teachers that differ only in the seed form a group.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import asap_jax as aj
 from train.evaluation import compile_teacher, fidelity
 from train.runtime import machine
-from train.study import cache, closures_plot, results
+from train.study import cache, closures_plot, entries, results
 from train.study.groups import groups_of, load
 from train.study.results import Group, Study
 from train.study.teacher_figures import TEST_EXAMPLES, measure
@@ -66,6 +67,7 @@ def run(
                 test=min(test_examples, len(split.test)),
                 calibration=num_images,
                 candidates=[repr(candidate) for candidate in candidates],
+                codebooks=list(entries.codebooks(trained.recipe.spec)),
                 columns=list(results.COLUMNS),
             )
             limits = dict(test_examples=test_examples, num_images=num_images)

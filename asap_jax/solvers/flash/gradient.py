@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from asap_jax.solvers.flash.kernel import Attend, Flash, Kernel
+from asap_jax.solvers.flash.kernel import Flash, Kernel
 
 
 def log_sum_exp(flash: Flash) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
@@ -60,33 +60,6 @@ def attention(kernel: Kernel) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return both
 
 
-def with_bias_gradient(attend: Attend, flash: Flash) -> Attend:
-    """``attend`` with a gradient of the bias, for a kernel that has one for q, k and v only.
-
-    ``dbias_j = v_j dv_j - (P' (dout out))_j``, where the products are over the value channels.
-    """
-
-    @jax.custom_vjp
-    def attended(q, k, v, key_bias):
-        return attend(q, k, v, key_bias)
-
-    def forward(q, k, v, key_bias):
-        out = attended(q, k, v, key_bias)
-        return out, (q, k, v, key_bias, out)
-
-    def backward(saved, d_out):
-        q, k, v, key_bias, out = saved
-        _, pull = jax.vjp(lambda q, k, v: attend(q, k, v, key_bias), q, k, v)
-        dq, dk, dv = pull(d_out)
-        lse = flash(q, k, None, key_bias)[1]
-        rows = _product(d_out, out, lse.dtype)
-        moved = _transposed(flash, q, k, key_bias, lse, rows[..., None])[..., 0]
-        return dq, dk, dv, _product(v, dv, lse.dtype) - moved
-
-    attended.defvjp(forward, backward)
-    return attended
-
-
 def _pulled_through_lse(flash, q, k, key_bias, lse, cotangent):
     """Cotangents of q, k and key_bias."""
     wide = cotangent[..., None]
@@ -106,7 +79,3 @@ def _transposed(flash, q, k, key_bias, lse, x):
     size = jnp.where(size > 0, size, jnp.ones_like(size))
     out, other = flash(k, q, (x / size).astype(q.dtype), -lse)
     return size * jnp.exp(key_bias + other)[..., None] * out.astype(x.dtype)
-
-
-def _product(a, b, dtype):
-    return jnp.sum(a.astype(dtype) * b.astype(dtype), -1)

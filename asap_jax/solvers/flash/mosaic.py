@@ -63,7 +63,7 @@ def refusal(facts: Facts) -> str | None:
         return f"Tokamax's kernel computes in {' or '.join(DTYPES)}, the inputs are {facts.dtype}"
     try:
         operator()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         return (
             f"layers of more than one attention call need the extra asap_jax[fused] on CUDA "
             f"(Python 3.12 or later), but: {error}"
