@@ -85,7 +85,7 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
         (["ag_news", "--patch-size", "4"], "--patch-size is for image recipes"),
         (["demo", "--length", "64"], "--length is for text recipes"),
         (["ag_news", "--length", "0"], "length 0 must be at least 1"),
-        (["demo", "--amortize", "0"], "amortize every 0 must be at least 1"),
+        (["demo", "--amortize", "0"], "amortize: every=0 must be at least 1"),
         (["demo", "--amortize-decay", "0.5"], "--amortize-decay needs --amortize K"),
         (["demo", "--amortize", "5", "--amortize-closures", "10"], "closures=10 needs a teacher"),
         (["demo", "--amortize", "5", "--attention", "softmax"], "amortize is for sinkhorn"),

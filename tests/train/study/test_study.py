@@ -175,7 +175,10 @@ def test_only_predictions_cost_extra(values):
     moments = (3 * n * d * d + d**3 + d**2) / (n * n * d)
     assert values["ASAP"]["extra_cost"] == values["ASAP-0"]["extra_cost"] == slices
     for name in NAMES[5:]:
-        assert values[name]["extra_cost"] == moments
+        if "odebook" in name:  # codebooks come after a prediction from moments, as do row masses
+            assert values[name]["extra_cost"] > 2 * moments
+        else:
+            assert values[name]["extra_cost"] == moments
 
 
 def matrix_multiply_adds(jaxpr) -> int:

@@ -123,8 +123,8 @@ def test_resuming_with_other_settings_is_an_error_that_names_them(
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [
-        ({"every": 0}, {}, "amortize every 0 must be at least 1"),
-        ({"decay": 2.0}, {}, r"amortize decay 2.0 must be in \[0, 1\]"),
+        ({"every": 0}, {}, "amortize: every=0 must be at least 1"),
+        ({"decay": 2.0}, {}, r"amortize: decay=2.0 must be in \[0, 1\]"),
         ({"closures": 4}, {}, "closures=4 needs a teacher of more steps"),
         ({"fit": "codebook"}, {}, "fit must be a Candidate"),
         ({"fit": "moments, row mass"}, {}, "row_mass=True .* ending='row'"),
