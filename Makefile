@@ -2,7 +2,7 @@
 #
 #   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
 #   make test   run the whole test suite in two processes (PYTEST_ARGS="-k masks" for other options)
-#   make bench  measure speed and memory and write the tables in docs/results/bench (13 minutes)
+#   make bench  measure speed and memory and write the tables in docs/results/bench (20 minutes)
 #   make gpu    check and measure on an accelerator, with the Python that has JAX (12 minutes)
 #   make quick  run the tests of the library's core, a few minutes, for daily work
 #   make lint   check style, formatting and types
@@ -40,6 +40,8 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m train bench trace --out docs/results/bench
 	$(BIN)/python -m train bench teacher --out docs/results/bench
 	$(BIN)/python -m train bench memory --out docs/results/bench
+	$(BIN)/python -m train bench long --out docs/results/bench
+	$(BIN)/python -m train bench sharded --out docs/results/bench
 
 # No virtual environment: a machine with an accelerator brings its own JAX. The page is written again
 # after every line, so a run that is cut off leaves what it has.

@@ -226,6 +226,14 @@ def test_arguments_of_another_kind_are_refused_by_name(rng):
         aj.linen.AmortizedTraining(dense).init(own, batch)
 
 
+def test_a_state_of_other_settings_is_refused(rng):
+    """The sums have the same shapes, but belong to another dual."""
+    (batch,), (_, variables) = data(rng, 1), teacher()
+    state = training(closures=2).init(variables, batch)
+    with pytest.raises(ValueError, match="it was fitted with {'closures': 2"):
+        training(closures=1, ending="row").refresh(state, variables, batch)
+
+
 def test_a_state_of_other_layers_is_refused(rng):
     (batch,), (_, variables) = data(rng, 1), teacher()
     state = training(layers=(FIRST,)).init(variables, batch)

@@ -8,6 +8,7 @@ from train.bench import (
     gpu,
     imports,
     layer,
+    long,
     memory_gradient,
     memory_tiles,
     peers,
@@ -23,6 +24,7 @@ BENCHES = {
     "floor": (floor.run, "where a layer's time goes: products, exponentials, closures, prediction"),
     "trace": (trace.run, "where a compiled program's time goes, from the profiler"),
     "memory": (memory_tiles.run, "memory of tiles and of whole kernels, forward and gradient"),
+    "long": (long.run, "8,192 and 16,384 tokens in blocks: one call, closures, the loop"),
     "sharded": (sharded.run, "memory of one device when tokens are sharded over 1 to 8 devices"),
     "gradient-memory": (memory_gradient.run, "memory of forward and gradient of the S=20 teacher"),
     "esp-resources": (

@@ -22,6 +22,7 @@ LENGTHS = (512, 1000, 2000)
 PRODUCTS = "two products"
 COMPARED = (
     "softmax, softmax_attention",
+    layer.ONE_CALL,
     "ASAP n=1, closures alone",
     "ASAP n=1, moments",
     "ASAP n=2, closures alone",

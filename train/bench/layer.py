@@ -35,6 +35,10 @@ def softmax_plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arr
     return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores, -1), value)
 
 
+ONE_CALL = "row ending n=1, moments"
+"""Row name of one closure that ends on rows: softmax attention with a predicted bias."""
+
+
 def softmax_late(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Softmax attention that divides after the product with the values."""
     scores = jnp.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
@@ -56,6 +60,13 @@ def methods(head_dim: int, length: int | None = None) -> dict[str, Callable]:
     rows |= {f"Sinkhorn S={steps}": sinkhorn(steps, "auto") for steps in (2, 3, 4, 5, 10, 15, 20)}
     rows |= {f"Sinkhorn S={steps}, log domain": sinkhorn(steps, "log") for steps in (10, 20)}
     families = predictors(head_dim)
+    rows[ONE_CALL] = functools.partial(
+        aj.asap_attention,
+        predictor=families["moments"].replace(side="key"),
+        spec=spec(10),
+        closures=1,
+        ending="row",
+    )
     for closures in (1, 2, 3):
         for name, predictor in families.items():
             # n closures end on columns: from the query side for odd n, the key side for even n.

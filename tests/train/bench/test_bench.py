@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import asap_jax as aj
-from train.bench import esp_resources, features, floor, layer, memory_gradient, peers, trace
+from train.bench import esp_resources, features, floor, layer, long, memory_gradient, peers, trace
 from train.bench.measure import DENSE, GIB, measure, table, value_and_gradients
 from train.cli import parser
 from train.runtime import machine, timing
@@ -52,10 +52,20 @@ def test_the_unrolled_comparison_is_the_same_function(capsys):
     assert "S=3, batch 1, 4 tokens" in capsys.readouterr().out
 
 
+def test_long_inputs_are_compared_with_softmax_in_blocks(tmp_path):
+    rows = long.run((6,), rounds=1, out=tmp_path)
+    assert [row.name for row in rows][:2] == [long.BASE, "one closure, row ending"]
+    assert rows[0].ratio == 1.0
+    for row in rows:
+        assert row.ratio == pytest.approx(row.milliseconds / rows[0].milliseconds)
+    stored = json.loads((tmp_path / "long.json").read_text())
+    assert [row["name"] for row in stored["rows"]] == [row.name for row in rows]
+
+
 def test_the_layer_benchmark_writes_what_it_prints(tmp_path, capsys):
     rows = layer.run(lengths=(8,), shapes=(), rounds=1, out=tmp_path)
     text = capsys.readouterr().out
-    for name in ("softmax, divided late", "Sinkhorn S=20", "ASAP n=2, moments"):
+    for name in ("softmax, divided late", "Sinkhorn S=20", "ASAP n=2, moments", layer.ONE_CALL):
         assert f"| N=8 | {name} |" in text
     assert all(row.milliseconds > 0 for row in rows)
     dense = min(row.milliseconds for row in rows if row.name in DENSE)
