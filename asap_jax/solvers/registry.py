@@ -54,7 +54,7 @@ def choose(name: str, p: Problem, closures: Closures, *, weights: bool = False) 
 
     ``"auto"`` is ``"streaming"`` for kernels too large to store, and ``"scaling"`` for the others,
     for symbolic sizes (``jax.export``) and for ``weights``, which are stored anyway. On CPUs,
-    groups of problems by scaling are 1.5 to 2.2 times faster than tiles for two or three closures
+    groups of problems by scaling are 1.5 to 2.4 times faster than tiles for two or three closures
     (``python -m train bench memory``). No fused kernel has run on a card yet, so ``"auto"`` takes
     none.
 
