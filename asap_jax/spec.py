@@ -61,8 +61,7 @@ class SinkhornSpec:
 
         ``"row"`` continues a column-ending teacher by one row step; otherwise it is this spec.
         """
-        if ending not in ENDINGS:
-            checks.one_of("ending", ending, ENDINGS)
+        checks.one_of("ending", ending, ENDINGS)
         extra = ending == "row" and self.last_step == "column"
         return dataclasses.replace(self, num_steps=self.num_steps + 1) if extra else self
 

@@ -20,7 +20,7 @@ from asap_jax.problem import Problem
 from asap_jax.solvers import ctransform, registry
 from asap_jax.solvers.closures import Closures
 from asap_jax.solvers.plan import ClosedPlan, DensePlan, Plan, ScaledPlan
-from asap_jax.spec import ENDINGS, SinkhornSpec
+from asap_jax.spec import SinkhornSpec
 
 CLOSURES = ("one_sided", "two_sided")
 
@@ -103,7 +103,6 @@ def asap_attention(
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     checks.one_of("implementation", implementation, registry.NAMES)
-    checks.one_of("ending", ending, ENDINGS)
     suffix = f"for closures={closures!r}"
     plan: Plan
     if isinstance(closures, str) and closures == "none":

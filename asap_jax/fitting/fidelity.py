@@ -97,22 +97,17 @@ def layer_fidelity(
 
 
 def sinkhorn_calls(num_steps: int) -> int:
-    """Attention calls of a Sinkhorn layer that stores no N x M array.
-
-    Every half-step is one call of softmax attention. A layer that ends on rows has its output from
-    the last one; a layer that ends on columns needs one more.
-    """
-    return num_steps + (num_steps + 1) % 2
+    """Attention calls of a Sinkhorn layer, see ``Closures.num_calls``."""
+    return Closures("key", num_steps).num_calls
 
 
 def compiled_calls(predictor: Any, spec: SinkhornSpec, closures: str | int, ending: str) -> int:
-    """Attention calls of a compiled layer, see ``sinkhorn_calls``."""
+    """Attention calls of a compiled layer, see ``Closures.num_calls``."""
     if closures == "none":
         return 1
     number = functions.num_closures(closures, predictor.side, spec, ending)
-    ends_on_rows = (predictor.side == "query") == (number % 2 == 0)
     before = int(predictor.baseline == "first_step")  # a half-step on its own
-    return before + (number if ends_on_rows else number + 1)
+    return before + Closures(predictor.side, number).num_calls
 
 
 def operators(closures: str | int, ending: str = "teacher") -> dict[str, str | int]:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks
 from asap_jax.predictor import row_mass
 from asap_jax.predictor.predictor import Predictor, check
 from asap_jax.predictor.starting_dual import starting_scaling
 from asap_jax.problem import make_problem
-from asap_jax.spec import ENDINGS, SinkhornSpec
+from asap_jax.spec import SinkhornSpec
 
 
 class KeyBias(NamedTuple):
@@ -54,7 +53,6 @@ def key_bias(
       ValueError, TypeError: a predictor that does not give a bias on the keys; shapes that do not
         fit.
     """
-    checks.one_of("ending", ending, ENDINGS)
     continued = spec.ended(ending)
     if predictor.side != "key" or predictor.corrections or continued.last_step != "row":
         raise ValueError(

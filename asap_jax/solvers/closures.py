@@ -29,9 +29,10 @@ class Closures(NamedTuple):
 
     @property
     def num_calls(self) -> int:
-        """The attention calls that the closures and the product with the values take.
+        """Softmax-attention calls of a layer that stores no N x M array.
 
-        After a closure of the columns the product needs a call of its own.
+        Every closure is one call. Closures that end on rows have the output from the last one;
+        those that end on columns need one more.
         """
         ends_on_rows = (self.side == "key") == (self.num_steps % 2 == 1)
         return self.num_steps + (0 if ends_on_rows else 1)

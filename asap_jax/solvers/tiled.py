@@ -196,7 +196,7 @@ def flash(rows: Blocks, column: jax.Array, values: jax.Array) -> tuple[jax.Array
     ``kernel`` is the log kernel of the problems, ``column (..., M)`` a log scaling. Rows that are
     masked everywhere give 0, and 0.
     """
-    values = rows.weights(column)[..., None] * values if rows.plain else values
+    values = rows.weights(column)[..., None] * values
 
     def attend(kernel):
         mass, total, peak = rows.masses(kernel, column)

@@ -159,9 +159,6 @@ def run_study(options: argparse.Namespace) -> None:
     )
     if options.what == "fidelity":
         settings |= dict(thorough=options.thorough, auto=not options.no_auto)
-    elif options.thorough or options.no_auto:
-        flag = "--thorough" if options.thorough else "--no-auto"
-        raise UserError(f"study {options.what} takes no {flag}")
     study = {"fidelity": fidelity_study, "ideas": ideas}[options.what]
     measured, paths = study.run(options.folders, options.data_dir, options.out, **settings)
     measured.print(progress.console())

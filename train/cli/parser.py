@@ -208,6 +208,16 @@ def _add_study(subs) -> None:
         "rel-l2 over closures.",
     )
     _add_study_of_runs(fidelity, teacher_figures.TEST_EXAMPLES, "study.md, .json and .png")
+    fidelity.add_argument(
+        "--thorough",
+        action="store_true",
+        help="let the automatic fit also try candidates that take long to fit",
+    )
+    fidelity.add_argument(
+        "--no-auto",
+        action="store_true",
+        help="leave out the automatic fit, which takes most of the time",
+    )
     one_by_one = _command(
         kinds,
         "ideas",
@@ -234,16 +244,6 @@ def _add_study_of_runs(sub, test_examples: int, files: str) -> None:
     _add_data_dir(sub)
     _add_test_examples(sub, test_examples)
     _add_calibration(sub, "--calibration", compile_teacher.NUM_IMAGES)
-    sub.add_argument(
-        "--thorough",
-        action="store_true",
-        help="fidelity only: let the automatic fit also try candidates that take long to fit",
-    )
-    sub.add_argument(
-        "--no-auto",
-        action="store_true",
-        help="fidelity only: leave out the automatic fit, which takes most of the time",
-    )
     sub.add_argument(
         "--again",
         action="store_true",

@@ -65,7 +65,6 @@ def refusal(facts: Facts) -> str | None:
         operator()
     except (ImportError, AttributeError) as error:
         return (
-            f"layers of more than one attention call need the extra asap_jax[fused] on CUDA "
-            f"(Python 3.12 or later), but: {error}"
+            f"Tokamax's kernel needs the extra asap_jax[fused] (Python 3.12 or later), but: {error}"
         )
     return None

@@ -87,8 +87,9 @@ def test_every_idea_is_measured_and_written(run, tmp_path, monkeypatch, capsys):
 
 
 def test_settings_of_the_other_study_are_refused(run, capsys):
-    assert parser.main(["study", "ideas", str(run), "--thorough"]) == 1
-    assert "study ideas takes no --thorough" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser.main(["study", "ideas", str(run), "--thorough"])
+    assert "unrecognized arguments: --thorough" in capsys.readouterr().err
 
 
 def test_candidates_accept_other_feature_families(rng):

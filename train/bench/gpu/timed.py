@@ -32,9 +32,10 @@ SECTION = Section(
     "Times",
     ("shape", "pass", "operator", "implementation"),
     ("ms", "low", "high", "over softmax", "floor ms", "over floor", "temporary MiB", "compile s"),
-    f"ms: median of up to {ROUNDS} samples, with their quartiles; a sample is one call, or the "
-    f"mean of as many queued calls as fill {WINDOW:g} ms. Over softmax: over the fastest softmax "
-    "row of the same shape and pass. Floor: the longest of the times for memory, for products and "
+    f"ms: median of up to {ROUNDS} samples, with their quartiles; a sample is one call. If "
+    f"a call takes less than {WINDOW:g} ms, several are queued and the sample is their mean. Over "
+    "softmax: the ratio to the fastest softmax row of the same shape and pass. Floor: the longest "
+    "of the times for memory, for products and "
     "for exponentials at the card's peak rates; its name stands beside it. It is the floor of a "
     "method that stores no scores, except for scaling, which stores exponentials in float32, and "
     "log, which stores scores. Compile s: while other programs are compiled, too.",
