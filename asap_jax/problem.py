@@ -91,6 +91,12 @@ class Problem:
         """Log of the column target, see ``masks.log_key_target``."""
         return masks.log_key_target(key_mass, self.validity, self.score_shape, self.q.dtype)
 
+    def moved(self) -> Problem:
+        """The problem with the axes of heads and tokens of q, k and v exchanged."""
+        q, k = (jnp.swapaxes(x, -2, -3) for x in (self.q, self.k))
+        v = None if self.v is None else jnp.swapaxes(self.v, -2, -3)
+        return dataclasses.replace(self, q=q, k=k, v=v)
+
     def swapped(self) -> Problem:
         """The problem with queries and keys exchanged, without values."""
         turned = lambda x: None if x is None else jnp.swapaxes(x, -1, -2)

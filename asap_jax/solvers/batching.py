@@ -16,18 +16,20 @@ import jax.numpy as jnp
 ELEMENTS: dict[str, float] = {"cpu": 2**19}
 """Largest number of kernel entries in one group, by backend. 2 MiB in float32 on CPUs: smaller
 groups do not occupy all cores, larger ones leave the cache. Other backends use one group."""
+SOFTMAX_ELEMENTS: dict[str, float] = {"cpu": 2**21}
+"""The same for softmax attention, for which XLA on CPUs stores no kernel."""
 
 
 def group_sizes(
-    lead: tuple[int, ...], kernel_size: int, limit: int | None = None
+    lead: tuple[int, ...], kernel_size: int, limit: float | None = None
 ) -> tuple[int, ...]:
     """The size of one group of problems along each leading axis.
 
     Args:
       lead: leading axes, ``(..., heads)``.
       kernel_size: number of entries of one problem's kernel.
-      limit: largest number of kernel entries in a group; from ``ELEMENTS`` when None. It changes
-        speed, not results.
+      limit: largest number of kernel entries in a group, None for no limit. It changes speed, not
+        results.
 
     Returns:
       One divisor per axis. Inner axes are whole as long as they fit; the axes outside them have
@@ -35,7 +37,7 @@ def group_sizes(
     """
     if not all(isinstance(n, int) for n in (*lead, kernel_size)):
         return lead
-    room = (limit or ELEMENTS.get(jax.default_backend(), math.inf)) / max(kernel_size, 1)
+    room = (limit or math.inf) / max(kernel_size, 1)
     result: list[int] = []
     for n in reversed(lead):
         divisors = [d for d in range(1, n + 1) if n % d == 0 and d <= max(room, 1)]

@@ -32,15 +32,18 @@ def closure_masses(
     """``mass = exp(kernel + scaling - peak)``, its sums ``total``, and the maxima ``peak``.
 
     The sums and maxima over ``axis`` keep it. The fourth result says which slices are all -inf;
-    their total is 1 and their peak 0.
+    their mass is 0, their total 1/2 and their peak the lowest finite number.
+
+    No ``where`` here: without one, XLA on CPUs computes scores, exponentials, sums and the product
+    with the values in one pass.
     """
     x = kernel + jnp.expand_dims(scaling, -1 if axis == -2 else -2)
     peak = jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True))
-    empty = peak == -jnp.inf
-    peak = jnp.where(empty, jnp.zeros_like(peak), peak)
-    mass = jnp.exp(x - peak)
-    total = jnp.sum(mass, axis=axis, keepdims=True)
-    return mass, jnp.where(empty, jnp.ones_like(total), total), peak, empty
+    finite = jnp.maximum(peak, jnp.finfo(x.dtype).min)
+    mass = jnp.exp(x - finite)
+    # A slice that is not empty has an entry 1, so its total is above 1/2 and its derivative whole.
+    total = jnp.maximum(jnp.sum(mass, axis=axis, keepdims=True), 0.5)
+    return mass, total, finite, peak == -jnp.inf
 
 
 def closure_step(
@@ -75,8 +78,8 @@ def closure_parts(
     """The factors of the weights after the final half-step: ``A = mass * (target / total)``.
 
     Same arguments as ``closure_step``; returns ``mass (..., N, M)`` in 0..1, its sums ``total``
-    over ``axis``, which keeps size 1 (sums of masked slices are 1), and ``target``, which
-    broadcasts to ``total``.
+    over ``axis``, which keeps size 1 (1/2 for masked slices), and ``target``, which broadcasts to
+    ``total``.
     """
     mass, total, _, _ = closure_masses(kernel, scaling, axis)
     target = jnp.exp(jnp.asarray(log_target, dtype=kernel.dtype))

@@ -22,23 +22,18 @@ def apply(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closure
       log_target: log column target, see ``Problem.log_key_target``; the row target is 1.
       closures: one or more.
     """
-    weights = weights_after(p, start, log_target, closures)
-    return weights if p.v is None else ctransform.mixture(weights, p.v, p.precision)
-
-
-def weights_after(
-    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures
-) -> jax.Array:
-    """The weights A ``(..., N, M)`` after one or more closures.
-
-    The last closure is a softmax, so its marginal is exact.
-    """
     kernel = p.log_kernel(closures.epsilon)
     before_last = closures._replace(num_steps=closures.num_steps - 1)
     u, v = alternate(kernel, start, before_last, log_target)
+    # The last closure is a softmax, so its marginal is exact.
     if (closures.side == "query") == (closures.num_steps % 2 == 1):
-        return ctransform.closure_weights(kernel, u, -2, log_target)
-    return ctransform.closure_weights(kernel, v, -1, 0.0)
+        mass, total, target = ctransform.closure_parts(kernel, u, -2, log_target)
+        if p.v is None:
+            return mass * (target / total)
+        values = jnp.swapaxes(target / total, -1, -2) * p.v
+        return ctransform.mixture(mass, values, p.precision)
+    mass, total, _ = ctransform.closure_parts(kernel, v, -1, 0.0)
+    return mass / total if p.v is None else ctransform.mixture(mass, p.v, p.precision) / total
 
 
 def alternate(

@@ -56,6 +56,8 @@ class Scaled(NamedTuple):
 
 def apply(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures) -> jax.Array:
     """As ``log_domain.apply``, by matrix-vector products where they can be trusted."""
+    if closures.num_calls == 1:  # softmax attention, which compilers know
+        return log_domain.apply(p, start, log_target, closures)
 
     @functools.partial(jax.checkpoint, static_argnums=0)
     def by_scaling(divided):
@@ -82,7 +84,7 @@ def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Ar
 def run(
     p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, divided: bool = True
 ) -> Scaled:
-    """The closures from ``start``; ``run(...).weights()`` is ``log_domain.weights_after``.
+    """The closures from ``start``; ``run(...).weights()`` is ``log_domain.apply`` without values.
 
     ``divided``: divide the peaks out first. Without it, ``can_exponentiate`` must hold.
     """

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from asap_jax.problem import Problem
 from asap_jax.solvers import batching, ctransform, registry
@@ -58,7 +59,9 @@ class ClosedPlan(NamedTuple):
         lead, n, m = p.q.shape[:-2], p.q.shape[-2], p.k.shape[-2]
         name = registry.choose(self.implementation, p, self.closures)
         rows = registry.IMPLEMENTATIONS[name].block or n
-        step = batching.group_sizes(lead, min(rows, n) * m)
+        softmax = self.closures.num_calls == 1 and not registry.IMPLEMENTATIONS[name].block
+        limit = batching.SOFTMAX_ELEMENTS if softmax else batching.ELEMENTS
+        step = batching.group_sizes(lead, min(rows, n) * m, limit.get(jax.default_backend()))
         return _mix(p, self.start, self.closures, self.key_mass, name, step)
 
 
@@ -100,11 +103,24 @@ def _mix(
         mix = jax.checkpoint(mix)
 
     if not callable(start):
-        return batching.map_groups(mix, (p, start), lead, step)
+        return _map_groups(mix, p, (start,), step)
 
     # A predictor may have coefficients per head, so split the heads only after the prediction.
     def start_and_mix(p):
         scaling = jax.checkpoint(lambda p: start(p))(p)
         return batching.map_groups(mix, (p, scaling), p.q.shape[:-2], step)
 
-    return batching.map_groups(start_and_mix, (p,), lead, (*step[:-1], *lead[-1:]))
+    return _map_groups(start_and_mix, p, (), (*step[:-1], *lead[-1:]))
+
+
+def _map_groups(function: Callable, p: Problem, rest: tuple, step: tuple[int, ...]) -> jax.Array:
+    """``batching.map_groups(function, (p, *rest), ...)`` with heads moved in each group.
+
+    The caller's arrays are ``(..., N, H, d)``. If a group has all heads, they are moved in front of
+    the tokens after the group is cut out, in the cache, rather than for all groups beforehand.
+    """
+    lead = p.q.shape[:-2]
+    if step == lead or step[-1] != lead[-1]:
+        return batching.map_groups(function, (p, *rest), lead, step)
+    moved = lambda p, *rest: jnp.swapaxes(function(p.moved(), *rest), -2, -3)
+    return jnp.swapaxes(batching.map_groups(moved, (p.moved(), *rest), lead, step), -2, -3)

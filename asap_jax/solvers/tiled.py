@@ -79,7 +79,8 @@ class Blocks(NamedTuple):
         ``exp(peak) * total``. For rows that are masked everywhere the total is 1 and the peak 0.
         """
         if not self.plain:
-            return ctransform.closure_masses(kernel, column, -1)[:3]
+            mass, total, peak, empty = ctransform.closure_masses(kernel, column, -1)
+            return mass, jnp.where(empty, 1, total), jnp.where(empty, 0, peak)
         mass = jnp.exp(kernel)
         total = jnp.einsum("...nm,...m->...n", mass, jnp.exp(column), precision="highest")
         total = jnp.where(total == 0, jnp.ones_like(total), total)[..., None]

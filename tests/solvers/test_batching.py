@@ -55,5 +55,6 @@ def test_attention_in_groups_equals_one_call_with_its_gradient(rng, monkeypatch)
 
     monkeypatch.setattr(batching, "ELEMENTS", {})
     whole = results()
-    monkeypatch.setattr(batching, "ELEMENTS", {jax.default_backend(): 36})
-    chex.assert_trees_all_close(results(), whole, atol=1e-5)
+    for limit in (36, 108):  # one head, and all heads of an example
+        monkeypatch.setattr(batching, "ELEMENTS", {jax.default_backend(): limit})
+        chex.assert_trees_all_close(results(), whole, atol=1e-5)

@@ -42,7 +42,8 @@ def products(function: Callable, query: jax.Array, key: jax.Array, value: jax.Ar
         scores = jnp.einsum("...nd,...md->...nm", q, k)
         return jnp.einsum("...nm,...md->...nd", function(scores), v)
 
-    step = batching.group_sizes(lead, q.shape[-2] * k.shape[-2])
+    limit = batching.ELEMENTS.get(jax.default_backend())
+    step = batching.group_sizes(lead, q.shape[-2] * k.shape[-2], limit)
     return jnp.swapaxes(batching.map_groups(jax.checkpoint(part), (q, k, v), lead, step), -2, -3)
 
 
