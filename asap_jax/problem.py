@@ -72,15 +72,26 @@ class Problem:
         return (*self.q.shape[:-1], self.k.shape[-2])
 
     @property
+    def products(self) -> jax.Array:
+        """The scalar products of queries and keys, ``(..., H, N, M)``."""
+        return jnp.einsum("...nd,...md->...nm", self.q, self.k, precision=self.precision)
+
+    @property
     def scores(self) -> jax.Array:
         """Scores with the bias, ``(..., H, N, M)``; the mask is not applied."""
-        product = jnp.einsum("...nd,...md->...nm", self.q, self.k, precision=self.precision)
-        s = self.scale * product
+        return self.scores_of(self.products)
+
+    def scores_of(self, products: jax.Array) -> jax.Array:
+        """``scores`` from ``products``."""
+        s = self.scale * products
         return s if self.bias is None else s + self.bias.astype(s.dtype)
 
-    def log_kernel(self, epsilon: float) -> jax.Array:
-        """``scores / epsilon``, -inf where masked: ``(..., H, N, M)``."""
-        kernel = self.scores / epsilon
+    def log_kernel(self, epsilon: float, products: jax.Array | None = None) -> jax.Array:
+        """``scores / epsilon``, -inf where masked: ``(..., H, N, M)``.
+
+        ``products`` are ``self.products`` if they have been computed.
+        """
+        kernel = self.scores_of(self.products if products is None else products) / epsilon
         return kernel if self.mask is None else jnp.where(self.mask, kernel, -jnp.inf)
 
     def active(self, side: str) -> jax.Array:

@@ -59,13 +59,12 @@ def apply(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closure
     if closures.num_calls == 1:  # softmax attention, which compilers know
         return log_domain.apply(p, start, log_target, closures)
 
-    @functools.partial(jax.checkpoint, static_argnums=0)
-    def by_scaling(divided):
-        scaled = run(p, start, log_target, closures, divided=divided)
+    @jax.checkpoint
+    def by_scaling():
+        scaled = run(p, start, log_target, closures)
         return scaled.weights() if p.v is None else scaled.mix(p.v, p.precision), scaled.ok
 
-    plain, divided = (functools.partial(by_scaling, divided) for divided in (False, True))
-    out, ok = jax.lax.cond(can_exponentiate(p, start, closures), plain, divided)
+    out, ok = by_scaling()
     if closures.num_steps == 1:  # a single step can be trusted either way
         return out
     # checkpoint: compute the log kernel again there rather than store a second large array.
@@ -81,17 +80,10 @@ def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Ar
     return shared_across_vmap(jax.lax.stop_gradient(largest) <= REACH)
 
 
-def run(
-    p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures, *, divided: bool = True
-) -> Scaled:
-    """The closures from ``start``; ``run(...).weights()`` is ``log_domain.apply`` without values.
-
-    ``divided``: divide the peaks out first. Without it, ``can_exponentiate`` must hold.
-    """
+def run(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures) -> Scaled:
+    """The closures from ``start``; ``run(...).weights()`` is ``log_domain.apply`` without values."""
     side, active = closures.side, {"query": p.active("query"), "key": p.active("key")}
-    start = start if divided else centred_range(start, active[side])
-    p = dataclasses.replace(p, v=None)
-    matrix, near = exponentiate(side, divided, closures.epsilon, p, start)
+    matrix, near = exponentiate(p, start, closures)
     near = jnp.where(active[side], near, jnp.zeros_like(near))
     target = {"query": jnp.exp(log_target), "key": jnp.ones((), matrix.dtype)}
     near, far, ok = _loop(side, closures.num_steps, matrix, near, target, active)
@@ -180,27 +172,28 @@ def _loop_jvp(side, num_steps, primals, tangents):
     return (out_near, out_far, ok), (*state, jnp.zeros_like(ok))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def exponentiate(
-    side: str, divided: bool, epsilon: float, p: Problem, start: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The kernel with the log scaling ``start`` of ``side``, as ``(matrix, near)``.
+def exponentiate(p: Problem, start: jax.Array, closures: Closures) -> tuple[jax.Array, jax.Array]:
+    """The kernel with the log scaling ``start`` of ``closures.side``, as ``(matrix, near)``.
 
-    It equals ``matrix_ij near_i`` (``near_j`` for ``side="key"``) up to a scaling of the other
+    It equals ``matrix_ij near_i`` (``near_j`` for side ``"key"``) up to a scaling of the other
     side. ``matrix (..., N, M)``; ``near`` has the shape of ``start``.
+
+    Only the peaks depend on a condition: XLA runs the branches of a conditional on one core.
     """
-    if divided:
-        return _peaks_divided_out(side, p.log_kernel(epsilon), start)
-    return jnp.exp(p.log_kernel(epsilon)), jnp.exp(start)
-
-
-@exponentiate.defjvp
-def _exponentiate_jvp(side, divided, epsilon, primals, tangents):
-    """The tangent of ``start`` goes to ``near`` only, which gives the plan the same tangent."""
-    p, start = primals
-    matrix, near = exponentiate(side, divided, epsilon, p, start)
-    _, d_log = jax.jvp(lambda p: p.log_kernel(epsilon), (p,), tangents[:1])
-    return (matrix, near), (matrix * d_log, near * tangents[1])
+    side, products = closures.side, p.products
+    own, other = AXIS[OTHER[side]], AXIS[side]
+    start = centred_range(start, p.active(side))
+    far, near = jax.lax.cond(
+        can_exponentiate(p, start, closures),
+        lambda products: (jnp.zeros_like(products.take(0, other)), start),
+        lambda products: _peaks(side, p.log_kernel(closures.epsilon, products), start),
+        jax.lax.stop_gradient(products),
+    )
+    far, near = jax.lax.stop_gradient((far, near - start))
+    log = p.log_kernel(closures.epsilon, products)
+    log = log - jnp.expand_dims(near, own) - jnp.expand_dims(far, other)
+    # The tangent of the start goes to ``near`` only, which gives the plan the same tangent.
+    return jnp.exp(log), jnp.exp(start + near)
 
 
 def _range(x: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -216,14 +209,16 @@ def centred_range(start: jax.Array, active: jax.Array) -> jax.Array:
     return jnp.where(active, start - middle, jnp.zeros_like(start))
 
 
-def _peaks_divided_out(side: str, log_kernel: jax.Array, start: jax.Array):
-    """As ``exponentiate``, with entries in 0..1, and a 1 in every row and column not all masked."""
-    axis = AXIS[side]
-    other = AXIS[OTHER[side]]
+def _peaks(side: str, log_kernel: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Peaks of the kernel with ``start`` along ``side``, and then those along the other side.
+
+    Without both, entries are in 0..1, with a 1 in every row and column that is not all masked.
+    """
+    axis, other = AXIS[side], AXIS[OTHER[side]]
     log_kernel = log_kernel + jnp.expand_dims(start, other)
-    log_kernel = log_kernel - _peak(log_kernel, axis)
-    second = _peak(log_kernel, other)
-    return jnp.exp(log_kernel - second), jnp.exp(jnp.squeeze(second, other))
+    first = _peak(log_kernel, axis)
+    second = _peak(log_kernel - first, other)
+    return jnp.squeeze(first, axis), jnp.squeeze(second, other)
 
 
 def _peak(x: jax.Array, axis: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """Closures by matrix-vector products: the log domain's answer, the guard, the derivatives."""
 
+import dataclasses
 import functools
 
 import chex
@@ -61,12 +62,10 @@ def test_scaling_gives_the_log_domain_weights(rng, side, num_steps, size):
     p, start, target = problem_of(args[0]), *args[1:]
     fits = bool(matrix_scaling.can_exponentiate(p, start, closures))
     assert fits == (size == 1)
-    for divided in (True, False) if fits else (True,):
-        run = functools.partial(matrix_scaling.run, closures=closures, divided=divided)
-        scaled = jax.jit(run)(p, start, target)
-        assert bool(scaled.ok)
-        # Scores of size s carry a rounding of s eps, which is relative in the weights.
-        np.testing.assert_allclose(scaled.weights(), expected, rtol=0, atol=1e-6 + 1e-7 * size)
+    scaled = jax.jit(functools.partial(matrix_scaling.run, closures=closures))(p, start, target)
+    assert bool(scaled.ok)
+    # Scores of size s carry a rounding of s eps, which is relative in the weights.
+    np.testing.assert_allclose(scaled.weights(), expected, rtol=0, atol=1e-6 + 1e-7 * size)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5, 10])
@@ -93,9 +92,10 @@ def test_scalings_beyond_the_range_fall_back_to_the_log_domain():
     q, k, v, mask, spec = starved()
     p = problems.problem(*(jnp.swapaxes(x, 1, 2) for x in (q, k)), mask=mask, scale=0.5)
     closures = Closures("key", 150)
-    for divided in (True, False):
-        args = (p, jnp.zeros((1, 2, 3)), jnp.zeros(()), closures)
-        assert not bool(matrix_scaling.run(*args, divided=divided).ok)
+    for product, fits in ((p, True), (dataclasses.replace(p, q=100 * p.q), False)):
+        args = (product, jnp.zeros((1, 2, 3)), jnp.zeros(()), closures)
+        assert bool(matrix_scaling.can_exponentiate(product, args[1], closures)) == fits
+        assert not bool(matrix_scaling.run(*args).ok)
 
     def outputs(implementation):
         function = functools.partial(
