@@ -10,6 +10,7 @@ from train import bench
 from train.cli import amortize_options, demo, fit_options
 from train.evaluation import ablations, compile_teacher, fidelity, operators, put_in
 from train.recipes import catalogue
+from train.recipes.presets import settings_table
 from train.reporting import progress
 from train.reporting.table import Report
 from train.runtime import devices
@@ -26,12 +27,15 @@ def run_demo(options: argparse.Namespace) -> None:
 
 
 def run_recipes(options: argparse.Namespace) -> None:
-    """Lists the recipes."""
+    """Lists the recipes, or all settings of one with their sources."""
     screen = progress.console()
-    for recipe in catalogue.listed():
+    one = None if options.recipe is None else catalogue.presets(options.recipe)
+    for recipe in catalogue.listed() if one is None else one.recipes():
         screen.print(f"[bold]{recipe.name} ({recipe.preset})[/bold]: {recipe.summary}")
         screen.print(f"  cost: {recipe.cost}", markup=False)
         screen.print(f"  expected test accuracy: {recipe.expected}", markup=False)
+        if one is not None:
+            settings_table(one, recipe).print(screen)
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -69,13 +73,15 @@ def run_train(options: argparse.Namespace) -> None:
 def _recipe(options: argparse.Namespace) -> catalogue.Recipe:
     """The recipe, with the changes that the command line asks for."""
     recipe = catalogue.find(options.recipe, options.preset)
-    names = ("attention", "epochs", "batch_size", "learning_rate", "compute_dtype", "accumulate")
+    names = ("train_share", "epochs", "batch_size", "learning_rate", "compute_dtype", "accumulate")
     changes = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.patch_size is not None and recipe.is_text:
         raise UserError(f"recipe {recipe.name!r} reads texts: --patch-size is for image recipes")
     if options.length is not None and not recipe.is_text:
         raise UserError(f"recipe {recipe.name!r} reads images: --length is for text recipes")
     try:
+        if options.attention is not None:
+            recipe = recipe.with_attention(options.attention)
         amortize = amortize_options.read(options)
         changes |= {} if amortize is None else {"amortize": amortize}
         for part, name, value in (

@@ -64,13 +64,16 @@ def _add_demo(subs) -> None:
 
 
 def _add_recipes(subs) -> None:
-    _command(
+    sub = _command(
         subs,
         "recipes",
         commands.run_recipes,
-        "list the recipes with cost and expected accuracy",
-        "Lists the recipes of `python -m train train RECIPE`.",
+        "list the recipes with cost and expected accuracy, or the settings of one",
+        "Lists the recipes of `python -m train train RECIPE`. With a name it lists every setting "
+        "of that recipe, and whether the paper states it, it follows from the data set, or it is "
+        "our choice.",
     )
+    sub.add_argument("recipe", metavar="RECIPE", nargs="?", help="name of a recipe")
 
 
 def _add_train(subs) -> None:
@@ -90,10 +93,13 @@ def _add_train(subs) -> None:
     _add_seed(sub)
     sub.add_argument("--resume", action="store_true", help="resume the run in the folder")
     override = functools.partial(_add_override, sub)
-    override("--attention", "attention family", choices=schema.FAMILIES)
+    family = "attention family; some recipes train softmax and diff at another learning rate"
+    override("--attention", family, choices=schema.FAMILIES)
     override("--num-steps", "number of Sinkhorn steps", type=int, metavar="S")
     override("--patch-size", "side of a patch in pixels", type=int, metavar="P")
     override("--length", "texts are cut or padded to this many tokens", type=int, metavar="TOKENS")
+    share = "share of the training split, 0 to 1: the first examples of every class"
+    override("--train-share", share, type=float, metavar="SHARE")
     override("--epochs", "number of epochs", type=int)
     override("--batch-size", "examples per step", type=int)
     override("--learning-rate", "initial learning rate of Adam", type=float)
@@ -134,7 +140,10 @@ def _add_recipe(sub) -> None:
         "recipe", metavar="RECIPE", help=f"one of: {', '.join(sorted(catalogue.RECIPES))}"
     )
     sub.add_argument(
-        "--preset", choices=schema.PRESETS, help="size (default: full if the recipe has both)"
+        "--preset",
+        choices=schema.PRESETS,
+        type=lambda text: schema.OLD_PRESETS.get(text, text),
+        help="size (default: paper if the recipe has both)",
     )
     _add_data_dir(sub)
 

@@ -1,7 +1,7 @@
 """The ``Recipe`` dataclass: all settings of a training run but the seed.
 
 Every checkpoint stores its recipe as JSON.  When a run is resumed, the stored recipe must equal the
-requested one.  The recipes themselves are in ``train.recipes.catalogue``.
+requested one.  The recipes themselves are listed in ``train.recipes.catalogue``.
 """
 
 import dataclasses
@@ -19,7 +19,13 @@ from train.models.vit import ViTSizes
 from train.recipes.amortization import Amortization
 
 FAMILIES = ("sinkhorn", "softmax", "diff", "esp", "esp_annealed")
-PRESETS = ("full", "small")
+SOFTMAX_FAMILIES = ("softmax", "diff")
+"""Families of softmax maps, which may train with another learning rate."""
+PRESETS = ("paper", "small")
+OLD_PRESETS = {"full": "paper"}
+"""Earlier names of presets, still read in checkpoints and on the command line."""
+UNCOMPARED = ("summary", "cost", "expected", "softmax_learning_rate")
+"""Fields that do not change a run: ``learning_rate`` already is the one of its family."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -40,14 +46,18 @@ class Recipe:
       epochs: passes over the training split.
       batch_size: examples per step.
       learning_rate: initial learning rate of Adam.
+      softmax_learning_rate: replaces ``learning_rate`` when ``with_attention`` asks for a family of
+        softmax maps; None for the same rate.
       splits: TFDS splits to train and to test on.
+      train_share: share of the training split to train on, in (0, 1]: the first examples of every
+        class.
       drops: epochs after which the learning rate is divided by ten.
       attention: family of the attention weights, see ``train.training.factory.attention``.
       compute_dtype: ``"float32"`` or ``"bfloat16"`` (mixed precision: parameters, optimiser,
         attention scores and loss stay float32).
       accumulate: number of parts of a batch that are computed one after the other, to save memory.
       packaged: made for the packaged images, which are read unless ``--data-dir`` is given.
-      preset: ``"full"`` (the paper's sizes) or ``"small"`` (minutes on two CPU cores).
+      preset: ``"paper"`` (the paper's sizes) or ``"small"`` (minutes on two CPU cores).
       amortize: None, or how the model trains through compiled layers.
     """
 
@@ -63,13 +73,15 @@ class Recipe:
     epochs: int
     batch_size: int
     learning_rate: float
+    softmax_learning_rate: float | None = None
     splits: tuple[str, str] = ("train", "test")
+    train_share: float = 1.0
     drops: tuple[int, ...] = ()
     attention: str = "sinkhorn"
     compute_dtype: str = "float32"
     accumulate: int = 1
     packaged: bool = False
-    preset: str = "full"
+    preset: str = "paper"
     amortize: Amortization | None = None
 
     def __post_init__(self):
@@ -89,8 +101,17 @@ class Recipe:
         for name in ("epochs", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate {self.learning_rate} must be above 0")
+        for name in ("learning_rate", "softmax_learning_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ValueError(f"{name} {rate} must be above 0")
+        if not 0 < self.train_share <= 1:
+            raise ValueError(f"train_share {self.train_share} must be in (0, 1]")
+        if self.attention == "diff" and self.model.num_heads % 2:
+            raise ValueError(
+                f"attention 'diff' takes the difference of two heads: num_heads "
+                f"{self.model.num_heads} must be even"
+            )
         if not self.is_text:
             patch, sides = self.model.patch_size, self.inputs.shape[:2]
             if patch < 1 or any(side % patch for side in sides):
@@ -109,6 +130,13 @@ class Recipe:
         """Whether the inputs are texts; otherwise they are images."""
         return isinstance(self.inputs, Tokens)
 
+    def with_attention(self, family: str) -> "Recipe":
+        """The recipe with another family of attention, and the learning rate of that family."""
+        rate = self.softmax_learning_rate if family in SOFTMAX_FAMILIES else None
+        return dataclasses.replace(
+            self, attention=family, learning_rate=self.learning_rate if rate is None else rate
+        )
+
     def example_inputs(self, count: int = 1) -> np.ndarray:
         """Zeros with the shape and dtype of ``count`` inputs."""
         return np.zeros((count, *self.inputs.shape), self.inputs.dtype)
@@ -120,7 +148,8 @@ class Recipe:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Recipe":
         """Rebuilds a recipe from ``to_json``, also after a round trip through JSON text."""
-        return _rebuild(cls, stored)
+        preset = stored.get("preset", "paper")
+        return _rebuild(cls, {**stored, "preset": OLD_PRESETS.get(preset, preset)})
 
 
 def _rebuild(kind, stored):
@@ -149,11 +178,11 @@ def _dataclass_for(hint, stored: Mapping):
 def differences(stored: Recipe, requested: Recipe) -> list[str]:
     """One line for each setting that differs, with both values.
 
-    The summary, cost and expected accuracy are not compared, because they do not change a run.
+    Fields that do not change a run are not compared, see ``UNCOMPARED``.
     """
     lines = []
     for field in dataclasses.fields(Recipe):
-        if field.name in ("summary", "cost", "expected"):
+        if field.name in UNCOMPARED:
             continue
         old, new = getattr(stored, field.name), getattr(requested, field.name)
         if old != new:

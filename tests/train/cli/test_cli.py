@@ -81,6 +81,8 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
         (["demo", "--patch-size", "5"], "patch_size 5 must divide the 28x28 pixels"),
         (["demo", "--epochs", "0"], "epochs 0 must be at least 1"),
         (["demo", "--learning-rate", "nan"], "learning_rate nan must be above 0"),
+        (["demo", "--train-share", "0"], "train_share 0.0 must be in (0, 1]"),
+        (["mnist", "--attention", "diff"], "num_heads 1 must be even"),
         (["demo", "--accumulate", "3"], "accumulate 3 must divide batch_size 50"),
         (["ag_news", "--patch-size", "4"], "--patch-size is for image recipes"),
         (["demo", "--length", "64"], "--length is for text recipes"),
