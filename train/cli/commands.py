@@ -7,7 +7,7 @@ import pathlib
 
 import asap_jax as aj
 from train import bench
-from train.cli import amortize_options, demo, fit_options
+from train.cli import amortize_options, demo, evaluate_options, fit_options
 from train.evaluation import ablations, compile_teacher, fidelity, operators, put_in
 from train.recipes import catalogue
 from train.recipes.presets import settings_table
@@ -56,6 +56,8 @@ def run_train(options: argparse.Namespace) -> None:
     )
     if not devices.is_first():
         return
+    if recipe.keeps_best:
+        print(f"kept the parameters of step {trained.step}, the best on the held-out part")
     if recipe.amortize is None:
         score = accuracy_on(trained, split.test)
         print(f"test accuracy {score:.3f} on {len(split.test)} {split.test.unit}")
@@ -84,6 +86,7 @@ def _recipe(options: argparse.Namespace) -> catalogue.Recipe:
             recipe = recipe.with_attention(options.attention)
         amortize = amortize_options.read(options)
         changes |= {} if amortize is None else {"amortize": amortize}
+        changes["evaluate"] = evaluate_options.read(options, recipe.evaluate)
         for part, name, value in (
             ("spec", "num_steps", options.num_steps),
             ("model", "patch_size", options.patch_size),

@@ -6,7 +6,7 @@ import pathlib
 import sys
 
 from train import bench
-from train.cli import amortize_options, commands, fit_options
+from train.cli import amortize_options, commands, evaluate_options, fit_options
 from train.data.tfds import VARIABLE
 from train.evaluation import compile_teacher
 from train.recipes import catalogue, schema
@@ -106,6 +106,7 @@ def _add_train(subs) -> None:
     override("--compute-dtype", "bfloat16 means mixed precision", choices=schema.DTYPES)
     parts = "split each batch into PARTS and run them one after the other, to save memory"
     override("--accumulate", parts, type=int, metavar="PARTS")
+    evaluate_options.add(sub)
     amortize_options.add(sub)
     sub.add_argument(
         "--save-every",

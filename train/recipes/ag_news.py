@@ -18,6 +18,7 @@ from train.recipes.common import (
     TEXT_PAPER,
     UNTRIED,
 )
+from train.recipes.evaluation import Evaluation
 from train.recipes.presets import Presets, Sources
 from train.recipes.schema import Recipe
 
@@ -34,6 +35,7 @@ PAPER = Recipe(
     epochs=15,
     batch_size=32,
     learning_rate=1e-4,
+    evaluate=Evaluation(keep="best"),
 )
 
 SMALL = dataclasses.replace(
@@ -48,6 +50,7 @@ SMALL = dataclasses.replace(
     batch_size=50,
     learning_rate=1e-3,
     drops=(6,),
+    evaluate=None,
     preset="small",
 )
 

@@ -4,6 +4,7 @@
 
   python -m train train cifar100 --data-dir DIR
   python -m train train cifar10 --preset small --data-dir DIR
+  python -m train train cifar10 --preset small --data-dir DIR --held-out 0.1   # validation curve
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import dataclasses
 import asap_jax as aj
 from train.data.images import Pixels
 from train.recipes.common import PAPER_VIT, SMALL_VIT, UNTRIED
+from train.recipes.evaluation import Evaluation
 from train.recipes.presets import Presets, Sources
 from train.recipes.schema import Recipe
 
@@ -49,6 +51,7 @@ CIFAR100 = Recipe(
     batch_size=64,
     learning_rate=5e-4,
     drops=(40,),
+    evaluate=Evaluation(),
 )
 
 CIFAR10 = dataclasses.replace(
@@ -73,6 +76,7 @@ SMALL = dataclasses.replace(
     batch_size=100,
     learning_rate=1e-3,
     drops=(9,),
+    evaluate=None,
     preset="small",
 )
 

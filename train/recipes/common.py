@@ -27,6 +27,7 @@ TEXT_PAPER = (
     "inputs.length",
     "dataset",
     "splits",
+    "evaluate.keep",
 )
 """What the paper states of its text classification."""
 TEXT_DATA = ("num_classes", "inputs.features")

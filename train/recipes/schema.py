@@ -17,6 +17,7 @@ from train.data.text import Tokens
 from train.models.text_encoder import EncoderSizes
 from train.models.vit import ViTSizes
 from train.recipes.amortization import Amortization
+from train.recipes.evaluation import Evaluation
 
 FAMILIES = ("sinkhorn", "softmax", "diff", "esp", "esp_annealed")
 SOFTMAX_FAMILIES = ("softmax", "diff")
@@ -59,6 +60,7 @@ class Recipe:
       packaged: made for the packaged images, which are read unless ``--data-dir`` is given.
       preset: ``"paper"`` (the paper's sizes) or ``"small"`` (minutes on two CPU cores).
       amortize: None, or how the model trains through compiled layers.
+      evaluate: None, or how the model is evaluated while it trains.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Recipe:
     packaged: bool = False
     preset: str = "paper"
     amortize: Amortization | None = None
+    evaluate: Evaluation | None = None
 
     def __post_init__(self):
         for name, known in (
@@ -129,6 +132,11 @@ class Recipe:
     def is_text(self) -> bool:
         """Whether the inputs are texts; otherwise they are images."""
         return isinstance(self.inputs, Tokens)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the result of a run has the parameters of the best evaluation."""
+        return self.evaluate is not None and self.evaluate.keep == "best"
 
     def with_attention(self, family: str) -> "Recipe":
         """The recipe with another family of attention, and the learning rate of that family."""
