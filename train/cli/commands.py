@@ -7,7 +7,7 @@ import pathlib
 
 import asap_jax as aj
 from train import bench
-from train.cli import amortize_options, demo, evaluate_options, fit_options
+from train.cli import amortize_options, baseline_options, demo, evaluate_options, fit_options
 from train.evaluation import ablations, compile_teacher, fidelity, operators, put_in
 from train.recipes import catalogue
 from train.recipes.presets import settings_table
@@ -86,6 +86,7 @@ def _recipe(options: argparse.Namespace) -> catalogue.Recipe:
             recipe = recipe.with_attention(options.attention)
         amortize = amortize_options.read(options)
         changes |= {} if amortize is None else {"amortize": amortize}
+        changes |= baseline_options.read(options, recipe)
         changes["evaluate"] = evaluate_options.read(options, recipe.evaluate)
         for part, name, value in (
             ("spec", "num_steps", options.num_steps),

@@ -6,7 +6,14 @@ import pathlib
 import sys
 
 from train import bench
-from train.cli import amortize_options, commands, evaluate_options, fit_options
+from train.cli import (
+    amortize_options,
+    baseline_options,
+    commands,
+    esp_command,
+    evaluate_options,
+    fit_options,
+)
 from train.data.tfds import VARIABLE
 from train.evaluation import compile_teacher
 from train.recipes import catalogue, schema
@@ -32,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     _add_compile(subs)
     _add_evaluate(subs)
     _add_ablate(subs)
+    _add_esp(subs)
     _add_study(subs)
     _add_refresh(subs)
     _add_bench(subs)
@@ -107,6 +115,7 @@ def _add_train(subs) -> None:
     parts = "split each batch into PARTS and run them one after the other, to save memory"
     override("--accumulate", parts, type=int, metavar="PARTS")
     evaluate_options.add(sub)
+    baseline_options.add(sub)
     amortize_options.add(sub)
     sub.add_argument(
         "--save-every",
@@ -202,6 +211,20 @@ def _add_ablate(subs) -> None:
     _add_run(sub)
     _add_rounds(sub, 10)
     _add_out(sub, "ablations.md and .json (default: RUN)")
+
+
+def _add_esp(subs) -> None:
+    sub = _command(
+        subs,
+        "esp",
+        esp_command.run_esp,
+        "evaluate one ESP checkpoint softly and with hard sorting",
+        "Evaluates a model trained with --attention esp or esp_annealed under three operators: the "
+        "soft one that it trained with, the released hard flag, and exact sorting.",
+    )
+    _add_run(sub)
+    _add_rounds(sub, 10)
+    _add_out(sub, "esp.md and .json (default: RUN)")
 
 
 def _add_study(subs) -> None:

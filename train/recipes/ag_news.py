@@ -18,6 +18,7 @@ from train.recipes.common import (
     TEXT_PAPER,
     UNTRIED,
 )
+from train.recipes.esp import Esp
 from train.recipes.evaluation import Evaluation
 from train.recipes.presets import Presets, Sources
 from train.recipes.schema import Recipe
@@ -36,6 +37,7 @@ PAPER = Recipe(
     batch_size=32,
     learning_rate=1e-4,
     evaluate=Evaluation(keep="best"),
+    esp=Esp(inverse_temperature=10.0),
 )
 
 SMALL = dataclasses.replace(

@@ -12,6 +12,7 @@ import dataclasses
 
 from train.data.text import Tokens
 from train.recipes.common import PADDED_TEXT, PAPER_ENCODER, SMALL_ENCODER, UNTRIED
+from train.recipes.esp import Esp
 from train.recipes.presets import Presets, Sources
 from train.recipes.schema import Recipe
 
@@ -53,6 +54,7 @@ PAPER = Recipe(
     epochs=15,
     batch_size=32,
     learning_rate=1e-4,
+    esp=Esp(inverse_temperature=10.0),
 )
 
 SMALL = dataclasses.replace(

@@ -10,7 +10,15 @@ KINDS = ("paper", "data", "assumed")
 """Sources of a setting: the paper states it; it follows from the data set; it is our choice."""
 DESCRIPTIONS = ("name", "summary", "cost", "expected", "preset")
 """Fields of a recipe that are not settings of a run."""
-OPTIONS = ("packaged", "compute_dtype", "accumulate", "amortize", "evaluate")
+OPTIONS = (
+    "packaged",
+    "compute_dtype",
+    "accumulate",
+    "amortize",
+    "evaluate",
+    "esp",
+    "detach_key_dual",
+)
 """Settings that exist for this program only; always our choice."""
 
 

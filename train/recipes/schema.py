@@ -17,9 +17,11 @@ from train.data.text import Tokens
 from train.models.text_encoder import EncoderSizes
 from train.models.vit import ViTSizes
 from train.recipes.amortization import Amortization
+from train.recipes.esp import AS_RELEASED, Esp
 from train.recipes.evaluation import Evaluation
 
 FAMILIES = ("sinkhorn", "softmax", "diff", "esp", "esp_annealed")
+ESP_FAMILIES = ("esp", "esp_annealed")
 SOFTMAX_FAMILIES = ("softmax", "diff")
 """Families of softmax maps, which may train with another learning rate."""
 PRESETS = ("paper", "small")
@@ -44,6 +46,9 @@ class Recipe:
       num_classes: number of labels.
       model: sizes of the model.
       spec: settings of Sinkhorn attention; of the other families, only ESP uses its ``padding``.
+      esp: settings of ESP attention; the other families do not use them.
+      detach_key_dual: train Sinkhorn attention without a gradient through its key dual, see
+        ``aj.sinkhorn_attention``.
       epochs: passes over the training split.
       batch_size: examples per step.
       learning_rate: initial learning rate of Adam.
@@ -86,6 +91,8 @@ class Recipe:
     preset: str = "paper"
     amortize: Amortization | None = None
     evaluate: Evaluation | None = None
+    esp: Esp = AS_RELEASED
+    detach_key_dual: bool = False
 
     def __post_init__(self):
         for name, known in (
@@ -125,8 +132,18 @@ class Recipe:
             raise ValueError(
                 f"accumulate {self.accumulate} must divide batch_size {self.batch_size}"
             )
+        if self.detach_key_dual:
+            self._check_detached()
         if self.amortize is not None:
             self.amortize.check(self.attention, self.spec)
+
+    def _check_detached(self) -> None:
+        if self.attention != "sinkhorn":
+            raise ValueError(f"detach_key_dual is for sinkhorn attention, got {self.attention!r}")
+        if self.spec.num_steps == 1:
+            raise ValueError("detach_key_dual needs num_steps >= 2: row softmax has no key dual")
+        if self.amortize is not None:
+            raise ValueError("detach_key_dual is for training with the loop, got amortize")
 
     @property
     def is_text(self) -> bool:
@@ -191,6 +208,8 @@ def differences(stored: Recipe, requested: Recipe) -> list[str]:
     lines = []
     for field in dataclasses.fields(Recipe):
         if field.name in UNCOMPARED:
+            continue
+        if field.name == "esp" and not {stored.attention, requested.attention} & {*ESP_FAMILIES}:
             continue
         old, new = getattr(stored, field.name), getattr(requested, field.name)
         if old != new:

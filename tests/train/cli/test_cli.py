@@ -14,7 +14,7 @@ from train.recipes import catalogue
 from train.runtime.errors import UserError
 from train.training import linear_baseline
 
-COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate")
+COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate", "esp", "refresh")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -91,6 +91,9 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
         (["demo", "--amortize-decay", "0.5"], "--amortize-decay needs --amortize K"),
         (["demo", "--amortize", "5", "--amortize-closures", "10"], "closures=10 needs a teacher"),
         (["demo", "--amortize", "5", "--attention", "softmax"], "amortize is for sinkhorn"),
+        (["demo", "--esp-slices", "8"], "--esp-slices is for --attention esp or esp_annealed"),
+        (["demo", "--attention", "esp", "--esp-slices", "0"], "esp_slices 0 must be at least 1"),
+        (["demo", "--detach-key-dual", "--attention", "softmax"], "is for sinkhorn attention"),
         (["demo", "--keep", "best"], "--keep needs --held-out SHARE"),
         (["demo", "--held-out", "1"], "held_out 1.0 must be in (0, 1)"),
         (["ag_news", "--held-out", "0", "--evaluate-every", "2"], "--evaluate-every needs"),

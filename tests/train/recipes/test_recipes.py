@@ -6,8 +6,11 @@ import json
 import jax
 import pytest
 
+import asap_jax as aj
 from train.cli import parser
 from train.recipes import catalogue, cifar, mnist
+from train.recipes.amortization import Amortization
+from train.recipes.esp import Esp
 from train.recipes.presets import KINDS, Sources, settings
 from train.recipes.schema import Recipe, differences
 from train.runtime.errors import UserError
@@ -85,6 +88,27 @@ def test_softmax_families_train_at_their_own_learning_rate():
     assert mnist.PAPER.with_attention("softmax").learning_rate == 1e-3
     assert mnist.PAPER.with_attention("esp").learning_rate == 2e-3
     assert catalogue.DEMO.with_attention("softmax").learning_rate == catalogue.DEMO.learning_rate
+
+
+def test_settings_of_esp_are_compared_in_runs_of_esp_only():
+    other = dataclasses.replace(catalogue.DEMO, esp=Esp(inverse_temperature=10.0))
+    assert differences(catalogue.DEMO, other) == []
+    (line,) = differences(catalogue.DEMO.with_attention("esp"), other.with_attention("esp"))
+    assert line.startswith("esp was Esp(slices=None, inverse_temperature=0.1)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(attention="softmax"), "for sinkhorn attention, got 'softmax'"),
+        (dict(spec=aj.SinkhornSpec(num_steps=1)), "needs num_steps >= 2"),
+        (dict(amortize=Amortization(5)), "training with the loop, got amortize"),
+    ],
+    ids=["softmax", "one step", "amortize"],
+)
+def test_a_detached_key_dual_needs_the_loop(settings, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(catalogue.DEMO, detach_key_dual=True, **settings)
 
 
 def test_differential_attention_needs_pairs_of_heads():
