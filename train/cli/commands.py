@@ -8,7 +8,14 @@ import pathlib
 import asap_jax as aj
 from train import bench
 from train.cli import amortize_options, baseline_options, demo, evaluate_options, fit_options
-from train.evaluation import ablations, compile_teacher, fidelity, operators, put_in
+from train.evaluation import (
+    ablations,
+    compile_teacher,
+    fidelity,
+    late_accumulation,
+    operators,
+    put_in,
+)
 from train.recipes import catalogue
 from train.recipes.presets import settings_table
 from train.reporting import progress
@@ -18,7 +25,7 @@ from train.runtime.errors import UserError
 from train.study import amortized, fidelity_study, ideas
 from train.training import linear_baseline, loop, refresh, run_folder
 from train.training.splits import Split, announce, load_data
-from train.training.teacher import Teacher, accuracy_on, load_teacher
+from train.training.teacher import Teacher, accuracy_on, load_states, load_teacher
 
 
 def run_demo(options: argparse.Namespace) -> None:
@@ -52,6 +59,7 @@ def run_train(options: argparse.Namespace) -> None:
         seed=options.seed,
         resume=options.resume,
         save_every=options.save_every,
+        keep_checkpoints=options.keep_checkpoints,
         way=options.parallel,
     )
     if not devices.is_first():
@@ -134,9 +142,20 @@ def run_compile(options: argparse.Namespace) -> None:
     result = compile_teacher.compile_teacher(
         trained, split.train, settings, num_images=options.images
     )
+    late = None
+    if options.accumulate_last is not None:
+        states = load_states(options.folder, options.accumulate_last)
+        late = late_accumulation.compile_late(
+            states, trained, split.train, settings, num_images=options.images
+        )
     if not devices.is_first():
         return
-    print(result.report)
+    print((late or result).report)
+    if late is not None:
+        name = f"last {options.accumulate_last} checkpoints"
+        fits = {name: late.report, "frozen teacher": result.report}
+        late_accumulation.comparison(fits).print(progress.console())
+        result = late
     path = options.artefact or options.folder / run_folder.ARTEFACT
     aj.save(path, result)
     print(f"saved {path}; next: python -m train evaluate {options.folder}")

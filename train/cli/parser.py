@@ -20,7 +20,7 @@ from train.recipes import catalogue, schema
 from train.runtime import devices
 from train.runtime.errors import UserError
 from train.study import amortized, ideas, teacher_figures
-from train.training import refresh, run_folder
+from train.training import checkpoints, refresh, run_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,6 +124,14 @@ def _add_train(subs) -> None:
         help="epochs between checkpoints (default: 1, or a twentieth of a long run)",
     )
     sub.add_argument(
+        "--keep-checkpoints",
+        type=_positive,
+        default=checkpoints.NUM_KEPT,
+        metavar="N",
+        help="number of the newest checkpoints to keep, for `compile --accumulate-last` (default: "
+        "%(default)s)",
+    )
+    sub.add_argument(
         "--parallel",
         choices=tuple(devices.WAYS),
         default=devices.Sharded.name,
@@ -192,6 +200,14 @@ def _add_compile(subs) -> None:
     _add_run(sub)
     fit_options.add(sub)
     _add_calibration(sub, "--images", compile_teacher.NUM_IMAGES)
+    sub.add_argument(
+        "--accumulate-last",
+        type=_positive,
+        metavar="K",
+        help="add up the sums over the newest K checkpoints, each on its part of the examples, and "
+        "compare with the fit to the frozen teacher; train with --keep-checkpoints K, and "
+        "--save-every 1 for the last K epochs",
+    )
     sub.add_argument(
         "--artefact", metavar="FILE", help=f"file to write (default: RUN/{run_folder.ARTEFACT})"
     )

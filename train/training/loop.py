@@ -18,7 +18,7 @@ from train.reporting import progress
 from train.runtime import devices
 from train.runtime.errors import UserError
 from train.training import amortized, factory, held_out, run_folder, step
-from train.training.checkpoints import About, Checkpoints
+from train.training.checkpoints import NUM_KEPT, About, Checkpoints
 from train.training.prefetch import Prefetch
 from train.training.teacher import Teacher, of_state
 
@@ -36,6 +36,7 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
     save_every: int | None = None,
+    keep_checkpoints: int = NUM_KEPT,
     way: str = devices.Sharded.name,
 ) -> Teacher:
     """Trains the model of a recipe, or resumes from the newest checkpoint in the run folder.
@@ -53,6 +54,7 @@ def train(
       resume: continue from the newest good checkpoint in ``run``, or start if there is none.
       stop_after: stop and save when the run has this many steps (the schedule is unchanged).
       save_every: epochs between checkpoints; by default one, or a twentieth of a long run.
+      keep_checkpoints: number of the newest checkpoints to keep.
       way: ``"jit"``, ``"pmap"`` or ``"alone"``, see ``train.runtime.devices``.
 
     Raises:
@@ -70,7 +72,7 @@ def train(
     refresh = refresh_program(recipe, way)
     share = devices.share()
     make_batch = lambda index: tuple(map(layout.feed, batches.at(index, share)))
-    with Checkpoints(run) as checkpoints, _stop_on_signal() as interrupted:
+    with Checkpoints(run, keep_checkpoints) as checkpoints, _stop_on_signal() as interrupted:
         state, start = _start(checkpoints, create(jax.random.key(seed)), recipe, seed, resume)
         evaluator = _evaluator(recipe, rest, epoch_steps, state.best)
         whole = lambda state: _with_best(layout.read(state), evaluator)
