@@ -7,7 +7,7 @@ import pathlib
 
 import asap_jax as aj
 from train import bench
-from train.cli import amortize_options, baseline_options, demo, evaluate_options, fit_options
+from train.cli import demo, fit_options, recipe_options
 from train.evaluation import (
     ablations,
     compile_teacher,
@@ -22,8 +22,8 @@ from train.reporting import progress
 from train.reporting.table import Report
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import amortized, fidelity_study, ideas
-from train.training import linear_baseline, loop, refresh, run_folder
+from train.study import amortized, fidelity_study, ideas, refresh
+from train.training import linear_baseline, loop, run_folder
 from train.training.splits import Split, announce, load_data
 from train.training.teacher import Teacher, accuracy_on, load_states, load_teacher
 
@@ -47,7 +47,7 @@ def run_recipes(options: argparse.Namespace) -> None:
 
 def run_train(options: argparse.Namespace) -> None:
     """Trains a teacher and prints its test accuracy."""
-    recipe = _recipe(options)
+    recipe = recipe_options.read(options)
     _connect(options)
     folder = run_folder.folder(recipe.name, options.seed, options.folder)
     split = load_data(recipe, options.data_dir, folder)
@@ -78,34 +78,6 @@ def run_train(options: argparse.Namespace) -> None:
         )
     if recipe.attention == "sinkhorn":
         print(f"next: python -m train compile {folder}")
-
-
-def _recipe(options: argparse.Namespace) -> catalogue.Recipe:
-    """The recipe, with the changes that the command line asks for."""
-    recipe = catalogue.find(options.recipe, options.preset)
-    names = ("train_share", "epochs", "batch_size", "learning_rate", "compute_dtype", "accumulate")
-    changes = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if options.patch_size is not None and recipe.is_text:
-        raise UserError(f"recipe {recipe.name!r} reads texts: --patch-size is for image recipes")
-    if options.length is not None and not recipe.is_text:
-        raise UserError(f"recipe {recipe.name!r} reads images: --length is for text recipes")
-    try:
-        if options.attention is not None:
-            recipe = recipe.with_attention(options.attention)
-        amortize = amortize_options.read(options)
-        changes |= {} if amortize is None else {"amortize": amortize}
-        changes |= baseline_options.read(options, recipe)
-        changes["evaluate"] = evaluate_options.read(options, recipe.evaluate)
-        for part, name, value in (
-            ("spec", "num_steps", options.num_steps),
-            ("model", "patch_size", options.patch_size),
-            ("inputs", "length", options.length),
-        ):
-            if value is not None:
-                changes[part] = dataclasses.replace(getattr(recipe, part), **{name: value})
-        return dataclasses.replace(recipe, **changes)
-    except ValueError as fault:
-        raise UserError(str(fault)) from fault
 
 
 def _connect(options: argparse.Namespace) -> None:
@@ -212,27 +184,16 @@ def run_study_amortized(options: argparse.Namespace) -> None:
 
 
 def run_refresh(options: argparse.Namespace) -> None:
-    """Trains a compiled model for a few more epochs, and its teacher for comparison."""
-    trained, split = _open(options)
-    fit = ablations.residual_fit(aj.PaperFit(), num_slices=options.num_slices)
-    result = compile_teacher.compile_teacher(
-        trained, split.train, aj.Options(fit=fit, seed=trained.seed), num_images=options.images
-    )
-    print(result.report)
-    scores = refresh.run(
-        trained,
-        result.variables,
-        split.train,
-        split.test,
-        frozen=not options.sort_gradients,
+    """Trains compiled models for a few more epochs, and their teachers for comparison."""
+    settings = refresh.Settings(
+        frozen=options.frozen,
         epochs=options.epochs,
         learning_rate=options.learning_rate,
+        num_images=options.images,
+        num_slices=options.num_slices,
     )
-    print(
-        f"test accuracy on {len(split.test)} {split.test.unit} after {options.epochs} extra epochs:"
-    )
-    for name, value in dataclasses.asdict(scores).items():
-        print(f"  {name:<10} {value:.4f}")
+    report = refresh.run(options.folders, options.data_dir, settings)
+    _show(report, options.out or options.folders[0], "refresh")
 
 
 def run_bench(options: argparse.Namespace) -> None:

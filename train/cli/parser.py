@@ -19,8 +19,8 @@ from train.evaluation import compile_teacher
 from train.recipes import catalogue, schema
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import amortized, ideas, teacher_figures
-from train.training import checkpoints, refresh, run_folder
+from train.study import amortized, ideas, refresh, teacher_figures
+from train.training import checkpoints, run_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -364,23 +364,36 @@ def _add_refresh(subs) -> None:
         subs,
         "refresh",
         commands.run_refresh,
-        "train a compiled model for a few more epochs, and its teacher for comparison",
+        "train compiled models for a few more epochs, and their teachers for comparison",
         "The paper's refresh: compiles with a residual log-sum-exp fit and a token bias, then "
         "trains coefficients, token bias, output projection, norms and classifier on labels. For "
         "comparison, the teacher is trained for the same number of epochs.",
     )
-    _add_run(sub)
-    sub.add_argument("--epochs", type=int, default=refresh.EPOCHS, help="(default: %(default)s)")
+    default = refresh.Settings()
     sub.add_argument(
-        "--learning-rate", type=float, default=refresh.LEARNING_RATE, help="(default: %(default)s)"
+        "folders",
+        metavar="RUN",
+        nargs="+",
+        type=pathlib.Path,
+        help="run folders of `train`: one recipe, several seeds",
     )
-    _add_calibration(sub, "--images", 8192)
-    sub.add_argument("--num-slices", type=int, default=256, help="(default: %(default)s)")
+    _add_data_dir(sub)
     sub.add_argument(
-        "--sort-gradients",
+        "--epochs", type=_positive, default=default.epochs, help="(default: %(default)s)"
+    )
+    sub.add_argument(
+        "--learning-rate", type=float, default=default.learning_rate, help="(default: %(default)s)"
+    )
+    _add_calibration(sub, "--images", default.num_images)
+    sub.add_argument(
+        "--num-slices", type=_positive, default=default.num_slices, help="(default: %(default)s)"
+    )
+    sub.add_argument(
+        "--frozen",
         action="store_true",
-        help="pass gradients through the sorts in the features (default: the features are frozen)",
+        help="pass no gradient through the sorts in the features (default: gradients pass)",
     )
+    _add_out(sub, "refresh.md and .json (default: the first RUN)")
 
 
 def _add_bench(subs) -> None:

@@ -30,8 +30,8 @@ PAPER = dataclasses.replace(
 SMALL = dataclasses.replace(
     PAPER,
     summary="2-layer text encoder with S=10 on a sample of DBpedia-14, 64 tokens",
-    cost="not measured yet",
-    expected="not measured yet",
+    cost="4 minutes on a shared CPU core (4,999 texts, a tenth held out: 1,068 steps)",
+    expected="0.882 on 5,000 test texts (seed 0)",
     dataset="dbpedia_14_sample",
     inputs=Tokens(("content",), vocab_size=8_000, length=64, unknown=0.15),
     model=SMALL_ENCODER,
