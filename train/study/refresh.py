@@ -82,7 +82,7 @@ def run(folders: Sequence[pathlib.Path], data_dir: str | None, settings: Setting
         )
     sorts = "no gradient passes" if settings.frozen else "gradients pass"
     facts = {
-        "model": f"{recipe.name} ({recipe.preset}): {recipe.summary}, S={recipe.spec.num_steps}",
+        "model": f"{recipe.name} ({recipe.preset}), S={recipe.spec.num_steps}",
         "data": f"{recipe.dataset}, {len(train)} training and {len(split.test)} test "
         f"{split.test.unit}",
         "fit": f"residual log-sum-exp fit with token bias, {settings.num_slices} slices, "

@@ -111,6 +111,21 @@ def test_a_detached_key_dual_needs_the_loop(settings, message):
         dataclasses.replace(catalogue.DEMO, detach_key_dual=True, **settings)
 
 
+def test_the_model_of_a_recipe_has_its_baseline_settings():
+    detached = dataclasses.replace(catalogue.DEMO, detach_key_dual=True)
+    assert factory.build(detached).attention(0).detach_key_dual
+    assert not factory.build(catalogue.DEMO).attention(0).detach_key_dual
+    esp = catalogue.DEMO.with_attention("esp")
+    assert factory.build(esp).attention(0).directions is None
+    sliced = dataclasses.replace(esp, esp=Esp(slices=5, inverse_temperature=3.0))
+    module = factory.build(sliced).attention(0)
+    assert module.directions.shape == (5, esp.model.head_dim)
+    assert (module.mode, module.inverse_temperature) == ("hard", 3.0)
+    soft = factory.training(sliced, 10)(0).attention(0)
+    assert (soft.mode, soft.inverse_temperature) == ("soft", 3.0)
+    assert soft.directions.shape == module.directions.shape
+
+
 def test_differential_attention_needs_pairs_of_heads():
     with pytest.raises(ValueError, match="difference of two heads: num_heads 1 must be even"):
         mnist.PAPER.with_attention("diff")
