@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks
-from asap_jax.attention import outputs
+from asap_jax.attention import detached, outputs
 from asap_jax.attention.flax_call import Call, Result, attention_function
 from asap_jax.predictor import DualPair, Predictor, row_mass
 from asap_jax.predictor.starting_dual import DeferredStart, predicted_dual
@@ -26,7 +26,13 @@ CLOSURES = ("one_sided", "two_sided")
 
 
 @attention_function
-def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = "auto") -> Result:
+def sinkhorn_attention(
+    call: Call,
+    *,
+    spec: SinkhornSpec,
+    implementation: str = "auto",
+    detach_key_dual: bool = False,
+) -> Result:
     """Finite-budget Sinkhorn attention (paper, eq. sinkhorn_iterations), the teacher.
 
     Args:
@@ -45,6 +51,10 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
         of the inputs, and takes masks and biases of the keys, ``(..., heads, 1, M)``, or of the
         queries, ``(..., heads, N, 1)``. It has not run on a card yet. ``chosen_implementation``
         says what a call takes. The names of these three kernels are accepted too.
+      detach_key_dual: static. True: no gradient passes through the key dual, as in the released
+        code of Sinkformers for text; the result is the same. Needs ``num_steps`` >= 2 and
+        ``implementation`` ``"auto"`` or ``"log"``, and stores the weights. False: the true
+        gradient.
       return_weights: static; also return the weights ``(..., heads, N, M)``.
       dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
         weights; it breaks the marginals.
@@ -64,8 +74,12 @@ def sinkhorn_attention(call: Call, *, spec: SinkhornSpec, implementation: str = 
     """
     checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
     checks.one_of("implementation", implementation, registry.NAMES)
+    detach = checks.static_bool("detach_key_dual", detach_key_dual)
+    if detach:
+        detached.check(spec, implementation)
     p = call.problem(spec.scale)
-    return outputs.finish(call, p, sinkhorn_plan(p, spec, implementation))
+    plan: Plan = detached.plan(p, spec) if detach else sinkhorn_plan(p, spec, implementation)
+    return outputs.finish(call, p, plan)
 
 
 @attention_function

@@ -32,10 +32,12 @@ class SinkhornAttention(nn.Module):
     Attributes:
       spec: the teacher's finite-budget convention.
       implementation: see ``sinkhorn_attention``; not part of any saved state.
+      detach_key_dual: see ``sinkhorn_attention``; a compiled layer has no loop and ignores it.
     """
 
     spec: SinkhornSpec
     implementation: str = "auto"
+    detach_key_dual: bool = False
 
     @nn.compact
     @attention_method
@@ -62,7 +64,9 @@ class SinkhornAttention(nn.Module):
             records.note("recorded" if recording else "unrecorded", path)
         options = dict(spec=self.spec, implementation=self.implementation)
         if not self.has_variable(STATE, "state"):
-            return functions.sinkhorn_attention.core(call, **options)
+            return functions.sinkhorn_attention.core(
+                call, detach_key_dual=self.detach_key_dual, **options
+            )
         state: CompiledState = self.get_variable(STATE, "state")
         state.check(self.spec, path, SCAN_HINT)
         records.note("compiled", path)

@@ -37,15 +37,23 @@ class SinkhornAttention(nnx.Module):
     Attributes:
       spec: the teacher's finite-budget convention.
       implementation: see ``sinkhorn_attention``; not part of any saved state.
+      detach_key_dual: see ``sinkhorn_attention``; a compiled layer has no loop and ignores it.
       asap: None, or the AsapState of the compiled layer.
     """
 
     __captures__: tuple[AsapCapture, ...]  # set by nnx.capture
 
-    def __init__(self, spec: SinkhornSpec, *, implementation: str = "auto"):
+    def __init__(
+        self,
+        spec: SinkhornSpec,
+        *,
+        implementation: str = "auto",
+        detach_key_dual: bool = False,
+    ):
         checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
         self.spec = spec
         self.implementation = implementation
+        self.detach_key_dual = detach_key_dual
         self.asap: AsapState | None = nnx.data(None)
 
     @attention_method
@@ -58,7 +66,9 @@ class SinkhornAttention(nnx.Module):
                 call = call.replace(deterministic=True)
         options = dict(spec=self.spec, implementation=self.implementation)
         if self.asap is None:
-            return functions.sinkhorn_attention.core(call, **options)
+            return functions.sinkhorn_attention.core(
+                call, detach_key_dual=self.detach_key_dual, **options
+            )
         state = self.asap.get_value()
         path = self.asap.get_metadata("path", "SinkhornAttention")
         state.check(self.spec, path, SCAN_HINT)

@@ -7,7 +7,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
+import reference
 from small_models import (
     AUTO,
     FIRST,
@@ -198,6 +200,28 @@ def test_adding_up_sums_of_two_processes_gives_the_fit_of_all_batches(rng, fit):
     result = parts[0].finish(variables, [batches[0]])
     expected = compile_fit(batches, fit, holdout=0.0)
     chex.assert_trees_all_close(result.states, expected.states, rtol=1e-5, atol=1e-6)
+
+
+def test_sums_over_a_changing_teacher_are_the_least_squares_of_all_its_rows(rng):
+    """Late-training accumulation, against all rows at once in float64."""
+    model, _ = teacher((SPEC,))
+    changing = [variables_of(model, rng) for _ in range(3)]
+    batches = data(rng, 3)
+    calibration = aj.linen.Calibration(model, aj.Options(fit=PAPER))
+    rows = []
+    for variables, batch in zip(changing, batches, strict=True):
+        calibration.add(variables, batch)
+        record = calibration.records(variables, batch)[FIRST]
+        rows.append([problems.heads_first(x) for x in (record.query, record.key)])
+    predictor = calibration.finish(changing[-1], [batches[0]]).states[FIRST].predictor
+    fit = lambda rows: reference.calibrate(
+        *map(np.concatenate, zip(*rows, strict=True)),
+        np.asarray(predictor.features[0].directions),
+        num_steps=SPEC.num_steps,
+        ridge=PAPER.ridge,
+    )
+    np.testing.assert_allclose(predictor.coefficients, fit(rows), rtol=1e-3, atol=1e-4)
+    assert np.abs(fit(rows) - fit(rows[-1:])).max() > 1e-2  # the last state alone gives another fit
 
 
 @pytest.mark.parametrize(

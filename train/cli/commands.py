@@ -7,17 +7,25 @@ import pathlib
 
 import asap_jax as aj
 from train import bench
-from train.cli import amortize_options, demo, fit_options
-from train.evaluation import ablations, compile_teacher, fidelity, operators, put_in
+from train.cli import demo, fit_options, recipe_options
+from train.evaluation import (
+    ablations,
+    compile_teacher,
+    fidelity,
+    late_accumulation,
+    operators,
+    put_in,
+)
 from train.recipes import catalogue
+from train.recipes.presets import settings_table
 from train.reporting import progress
 from train.reporting.table import Report
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import amortized, fidelity_study, ideas
-from train.training import linear_baseline, loop, refresh, run_folder
+from train.study import amortized, fidelity_study, ideas, refresh
+from train.training import linear_baseline, loop, run_folder
 from train.training.splits import Split, announce, load_data
-from train.training.teacher import Teacher, accuracy_on, load_teacher
+from train.training.teacher import Teacher, accuracy_on, load_states, load_teacher
 
 
 def run_demo(options: argparse.Namespace) -> None:
@@ -26,17 +34,20 @@ def run_demo(options: argparse.Namespace) -> None:
 
 
 def run_recipes(options: argparse.Namespace) -> None:
-    """Lists the recipes."""
+    """Lists the recipes, or all settings of one with their sources."""
     screen = progress.console()
-    for recipe in catalogue.listed():
+    one = None if options.recipe is None else catalogue.presets(options.recipe)
+    for recipe in catalogue.listed() if one is None else one.recipes():
         screen.print(f"[bold]{recipe.name} ({recipe.preset})[/bold]: {recipe.summary}")
         screen.print(f"  cost: {recipe.cost}", markup=False)
         screen.print(f"  expected test accuracy: {recipe.expected}", markup=False)
+        if one is not None:
+            settings_table(one, recipe).print(screen)
 
 
 def run_train(options: argparse.Namespace) -> None:
     """Trains a teacher and prints its test accuracy."""
-    recipe = _recipe(options)
+    recipe = recipe_options.read(options)
     _connect(options)
     folder = run_folder.folder(recipe.name, options.seed, options.folder)
     split = load_data(recipe, options.data_dir, folder)
@@ -48,10 +59,13 @@ def run_train(options: argparse.Namespace) -> None:
         seed=options.seed,
         resume=options.resume,
         save_every=options.save_every,
+        keep_checkpoints=options.keep_checkpoints,
         way=options.parallel,
     )
     if not devices.is_first():
         return
+    if recipe.keeps_best:
+        print(f"kept the parameters of step {trained.step}, the best on the held-out part")
     if recipe.amortize is None:
         score = accuracy_on(trained, split.test)
         print(f"test accuracy {score:.3f} on {len(split.test)} {split.test.unit}")
@@ -64,30 +78,6 @@ def run_train(options: argparse.Namespace) -> None:
         )
     if recipe.attention == "sinkhorn":
         print(f"next: python -m train compile {folder}")
-
-
-def _recipe(options: argparse.Namespace) -> catalogue.Recipe:
-    """The recipe, with the changes that the command line asks for."""
-    recipe = catalogue.find(options.recipe, options.preset)
-    names = ("attention", "epochs", "batch_size", "learning_rate", "compute_dtype", "accumulate")
-    changes = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if options.patch_size is not None and recipe.is_text:
-        raise UserError(f"recipe {recipe.name!r} reads texts: --patch-size is for image recipes")
-    if options.length is not None and not recipe.is_text:
-        raise UserError(f"recipe {recipe.name!r} reads images: --length is for text recipes")
-    try:
-        amortize = amortize_options.read(options)
-        changes |= {} if amortize is None else {"amortize": amortize}
-        for part, name, value in (
-            ("spec", "num_steps", options.num_steps),
-            ("model", "patch_size", options.patch_size),
-            ("inputs", "length", options.length),
-        ):
-            if value is not None:
-                changes[part] = dataclasses.replace(getattr(recipe, part), **{name: value})
-        return dataclasses.replace(recipe, **changes)
-    except ValueError as fault:
-        raise UserError(str(fault)) from fault
 
 
 def _connect(options: argparse.Namespace) -> None:
@@ -124,9 +114,20 @@ def run_compile(options: argparse.Namespace) -> None:
     result = compile_teacher.compile_teacher(
         trained, split.train, settings, num_images=options.images
     )
+    late = None
+    if options.accumulate_last is not None:
+        states = load_states(options.folder, options.accumulate_last)
+        late = late_accumulation.compile_late(
+            states, trained, split.train, settings, num_images=options.images
+        )
     if not devices.is_first():
         return
-    print(result.report)
+    print((late or result).report)
+    if late is not None:
+        name = f"last {options.accumulate_last} checkpoints"
+        fits = {name: late.report, "frozen teacher": result.report}
+        late_accumulation.comparison(fits).print(progress.console())
+        result = late
     path = options.artefact or options.folder / run_folder.ARTEFACT
     aj.save(path, result)
     print(f"saved {path}; next: python -m train evaluate {options.folder}")
@@ -183,27 +184,16 @@ def run_study_amortized(options: argparse.Namespace) -> None:
 
 
 def run_refresh(options: argparse.Namespace) -> None:
-    """Trains a compiled model for a few more epochs, and its teacher for comparison."""
-    trained, split = _open(options)
-    fit = ablations.residual_fit(aj.PaperFit(), num_slices=options.num_slices)
-    result = compile_teacher.compile_teacher(
-        trained, split.train, aj.Options(fit=fit, seed=trained.seed), num_images=options.images
-    )
-    print(result.report)
-    scores = refresh.run(
-        trained,
-        result.variables,
-        split.train,
-        split.test,
-        frozen=not options.sort_gradients,
+    """Trains compiled models for a few more epochs, and their teachers for comparison."""
+    settings = refresh.Settings(
+        frozen=options.frozen,
         epochs=options.epochs,
         learning_rate=options.learning_rate,
+        num_images=options.images,
+        num_slices=options.num_slices,
     )
-    print(
-        f"test accuracy on {len(split.test)} {split.test.unit} after {options.epochs} extra epochs:"
-    )
-    for name, value in dataclasses.asdict(scores).items():
-        print(f"  {name:<10} {value:.4f}")
+    report = refresh.run(options.folders, options.data_dir, settings)
+    _show(report, options.out or options.folders[0], "refresh")
 
 
 def run_bench(options: argparse.Namespace) -> None:

@@ -6,14 +6,21 @@ import pathlib
 import sys
 
 from train import bench
-from train.cli import amortize_options, commands, fit_options
+from train.cli import (
+    amortize_options,
+    baseline_options,
+    commands,
+    esp_command,
+    evaluate_options,
+    fit_options,
+)
 from train.data.tfds import VARIABLE
 from train.evaluation import compile_teacher
 from train.recipes import catalogue, schema
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import amortized, ideas, teacher_figures
-from train.training import refresh, run_folder
+from train.study import amortized, ideas, refresh, teacher_figures
+from train.training import checkpoints, run_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     _add_compile(subs)
     _add_evaluate(subs)
     _add_ablate(subs)
+    _add_esp(subs)
     _add_study(subs)
     _add_refresh(subs)
     _add_bench(subs)
@@ -64,13 +72,16 @@ def _add_demo(subs) -> None:
 
 
 def _add_recipes(subs) -> None:
-    _command(
+    sub = _command(
         subs,
         "recipes",
         commands.run_recipes,
-        "list the recipes with cost and expected accuracy",
-        "Lists the recipes of `python -m train train RECIPE`.",
+        "list the recipes with cost and expected accuracy, or the settings of one",
+        "Lists the recipes of `python -m train train RECIPE`. With a name it lists every setting "
+        "of that recipe, and whether the paper states it, it follows from the data set, or it is "
+        "our choice.",
     )
+    sub.add_argument("recipe", metavar="RECIPE", nargs="?", help="name of a recipe")
 
 
 def _add_train(subs) -> None:
@@ -90,22 +101,35 @@ def _add_train(subs) -> None:
     _add_seed(sub)
     sub.add_argument("--resume", action="store_true", help="resume the run in the folder")
     override = functools.partial(_add_override, sub)
-    override("--attention", "attention family", choices=schema.FAMILIES)
+    family = "attention family; some recipes train softmax and diff at another learning rate"
+    override("--attention", family, choices=schema.FAMILIES)
     override("--num-steps", "number of Sinkhorn steps", type=int, metavar="S")
     override("--patch-size", "side of a patch in pixels", type=int, metavar="P")
     override("--length", "texts are cut or padded to this many tokens", type=int, metavar="TOKENS")
+    share = "share of the training split, 0 to 1: the first examples of every class"
+    override("--train-share", share, type=float, metavar="SHARE")
     override("--epochs", "number of epochs", type=int)
     override("--batch-size", "examples per step", type=int)
     override("--learning-rate", "initial learning rate of Adam", type=float)
     override("--compute-dtype", "bfloat16 means mixed precision", choices=schema.DTYPES)
     parts = "split each batch into PARTS and run them one after the other, to save memory"
     override("--accumulate", parts, type=int, metavar="PARTS")
+    evaluate_options.add(sub)
+    baseline_options.add(sub)
     amortize_options.add(sub)
     sub.add_argument(
         "--save-every",
         type=_positive,
         metavar="EPOCHS",
         help="epochs between checkpoints (default: 1, or a twentieth of a long run)",
+    )
+    sub.add_argument(
+        "--keep-checkpoints",
+        type=_positive,
+        default=checkpoints.NUM_KEPT,
+        metavar="N",
+        help="number of the newest checkpoints to keep, for `compile --accumulate-last` (default: "
+        "%(default)s)",
     )
     sub.add_argument(
         "--parallel",
@@ -134,7 +158,10 @@ def _add_recipe(sub) -> None:
         "recipe", metavar="RECIPE", help=f"one of: {', '.join(sorted(catalogue.RECIPES))}"
     )
     sub.add_argument(
-        "--preset", choices=schema.PRESETS, help="size (default: full if the recipe has both)"
+        "--preset",
+        choices=schema.PRESETS,
+        type=lambda text: schema.OLD_PRESETS.get(text, text),
+        help="size (default: paper if the recipe has both)",
     )
     _add_data_dir(sub)
 
@@ -174,6 +201,14 @@ def _add_compile(subs) -> None:
     fit_options.add(sub)
     _add_calibration(sub, "--images", compile_teacher.NUM_IMAGES)
     sub.add_argument(
+        "--accumulate-last",
+        type=_positive,
+        metavar="K",
+        help="add up the sums over the newest K checkpoints, each on its part of the examples, and "
+        "compare with the fit to the frozen teacher; train with --keep-checkpoints K, and "
+        "--save-every 1 for the last K epochs",
+    )
+    sub.add_argument(
         "--artefact", metavar="FILE", help=f"file to write (default: RUN/{run_folder.ARTEFACT})"
     )
     _add_hosts(sub)
@@ -192,6 +227,20 @@ def _add_ablate(subs) -> None:
     _add_run(sub)
     _add_rounds(sub, 10)
     _add_out(sub, "ablations.md and .json (default: RUN)")
+
+
+def _add_esp(subs) -> None:
+    sub = _command(
+        subs,
+        "esp",
+        esp_command.run_esp,
+        "evaluate one ESP checkpoint softly and with hard sorting",
+        "Evaluates a model trained with --attention esp or esp_annealed under three operators: the "
+        "soft one that it trained with, the released hard flag, and exact sorting.",
+    )
+    _add_run(sub)
+    _add_rounds(sub, 10)
+    _add_out(sub, "esp.md and .json (default: RUN)")
 
 
 def _add_study(subs) -> None:
@@ -315,23 +364,36 @@ def _add_refresh(subs) -> None:
         subs,
         "refresh",
         commands.run_refresh,
-        "train a compiled model for a few more epochs, and its teacher for comparison",
+        "train compiled models for a few more epochs, and their teachers for comparison",
         "The paper's refresh: compiles with a residual log-sum-exp fit and a token bias, then "
         "trains coefficients, token bias, output projection, norms and classifier on labels. For "
         "comparison, the teacher is trained for the same number of epochs.",
     )
-    _add_run(sub)
-    sub.add_argument("--epochs", type=int, default=refresh.EPOCHS, help="(default: %(default)s)")
+    default = refresh.Settings()
     sub.add_argument(
-        "--learning-rate", type=float, default=refresh.LEARNING_RATE, help="(default: %(default)s)"
+        "folders",
+        metavar="RUN",
+        nargs="+",
+        type=pathlib.Path,
+        help="run folders of `train`: one recipe, several seeds",
     )
-    _add_calibration(sub, "--images", 8192)
-    sub.add_argument("--num-slices", type=int, default=256, help="(default: %(default)s)")
+    _add_data_dir(sub)
     sub.add_argument(
-        "--sort-gradients",
+        "--epochs", type=_positive, default=default.epochs, help="(default: %(default)s)"
+    )
+    sub.add_argument(
+        "--learning-rate", type=float, default=default.learning_rate, help="(default: %(default)s)"
+    )
+    _add_calibration(sub, "--images", default.num_images)
+    sub.add_argument(
+        "--num-slices", type=_positive, default=default.num_slices, help="(default: %(default)s)"
+    )
+    sub.add_argument(
+        "--frozen",
         action="store_true",
-        help="pass gradients through the sorts in the features (default: the features are frozen)",
+        help="pass no gradient through the sorts in the features (default: gradients pass)",
     )
+    _add_out(sub, "refresh.md and .json (default: the first RUN)")
 
 
 def _add_bench(subs) -> None:

@@ -38,6 +38,21 @@ class Examples:
         return dataclasses.replace(self, values=self.values[indices], labels=self.labels[indices])
 
 
+def first_share(labels: np.ndarray, share: float) -> np.ndarray:
+    """Positions of the first examples of every class, in ascending order.
+
+    Args:
+      labels: ``(examples,)`` integers.
+      share: in (0, 1]; of a class with n examples, ``round(share * n)`` are taken, at least one.
+
+    Returns:
+      Indices into ``labels``.
+    """
+    places = (np.flatnonzero(labels == label) for label in np.unique(labels))
+    chosen = [place[: max(1, round(share * len(place)))] for place in places]
+    return np.sort(np.concatenate(chosen))
+
+
 class Batches:
     """Shuffled training batches.
 

@@ -55,16 +55,21 @@ def compile_teacher(
       UserError: the teacher's attention is not Sinkhorn.
       ValueError: settings are out of range, or the teacher has only one Sinkhorn step.
     """
-    if teacher.recipe.attention != "sinkhorn":
-        raise UserError(
-            f"the checkpoint was trained with {teacher.recipe.attention} attention: only "
-            f"Sinkhorn attention can be compiled"
-        )
+    check_sinkhorn(teacher)
     calibration = aj.linen.Calibration(factory.build(teacher.recipe), options)
     index, count = devices.share()
     batches = list(calibration_batches(teacher, examples, num_images))[index::count]
     total = devices.total if count > 1 else None
     return calibration.run(teacher.variables, batches, total=total)
+
+
+def check_sinkhorn(teacher: Teacher) -> None:
+    """Raises UserError unless the teacher has Sinkhorn attention."""
+    if teacher.recipe.attention != "sinkhorn":
+        raise UserError(
+            f"the checkpoint was trained with {teacher.recipe.attention} attention: only "
+            f"Sinkhorn attention can be compiled"
+        )
 
 
 def moment_rows(

@@ -1,7 +1,7 @@
 """The ``Recipe`` dataclass: all settings of a training run but the seed.
 
 Every checkpoint stores its recipe as JSON.  When a run is resumed, the stored recipe must equal the
-requested one.  The recipes themselves are in ``train.recipes.catalogue``.
+requested one.  The recipes themselves are listed in ``train.recipes.catalogue``.
 """
 
 import dataclasses
@@ -17,9 +17,18 @@ from train.data.text import Tokens
 from train.models.text_encoder import EncoderSizes
 from train.models.vit import ViTSizes
 from train.recipes.amortization import Amortization
+from train.recipes.esp import AS_RELEASED, Esp
+from train.recipes.evaluation import Evaluation
 
 FAMILIES = ("sinkhorn", "softmax", "diff", "esp", "esp_annealed")
-PRESETS = ("full", "small")
+ESP_FAMILIES = ("esp", "esp_annealed")
+SOFTMAX_FAMILIES = ("softmax", "diff")
+"""Families of softmax maps, which may train with another learning rate."""
+PRESETS = ("paper", "small")
+OLD_PRESETS = {"full": "paper"}
+"""Earlier names of presets, still read in checkpoints and on the command line."""
+UNCOMPARED = ("summary", "cost", "expected", "softmax_learning_rate")
+"""Fields that do not change a run: ``learning_rate`` already is the one of its family."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -37,18 +46,26 @@ class Recipe:
       num_classes: number of labels.
       model: sizes of the model.
       spec: settings of Sinkhorn attention; of the other families, only ESP uses its ``padding``.
+      esp: settings of ESP attention; the other families do not use them.
+      detach_key_dual: train Sinkhorn attention without a gradient through its key dual, see
+        ``aj.sinkhorn_attention``.
       epochs: passes over the training split.
       batch_size: examples per step.
       learning_rate: initial learning rate of Adam.
+      softmax_learning_rate: replaces ``learning_rate`` when ``with_attention`` asks for a family of
+        softmax maps; None for the same rate.
       splits: TFDS splits to train and to test on.
+      train_share: share of the training split to train on, in (0, 1]: the first examples of every
+        class.
       drops: epochs after which the learning rate is divided by ten.
       attention: family of the attention weights, see ``train.training.factory.attention``.
       compute_dtype: ``"float32"`` or ``"bfloat16"`` (mixed precision: parameters, optimiser,
         attention scores and loss stay float32).
       accumulate: number of parts of a batch that are computed one after the other, to save memory.
       packaged: made for the packaged images, which are read unless ``--data-dir`` is given.
-      preset: ``"full"`` (the paper's sizes) or ``"small"`` (minutes on two CPU cores).
+      preset: ``"paper"`` (the paper's sizes) or ``"small"`` (minutes on two CPU cores).
       amortize: None, or how the model trains through compiled layers.
+      evaluate: None, or how the model is evaluated while it trains.
     """
 
     name: str
@@ -63,14 +80,19 @@ class Recipe:
     epochs: int
     batch_size: int
     learning_rate: float
+    softmax_learning_rate: float | None = None
     splits: tuple[str, str] = ("train", "test")
+    train_share: float = 1.0
     drops: tuple[int, ...] = ()
     attention: str = "sinkhorn"
     compute_dtype: str = "float32"
     accumulate: int = 1
     packaged: bool = False
-    preset: str = "full"
+    preset: str = "paper"
     amortize: Amortization | None = None
+    evaluate: Evaluation | None = None
+    esp: Esp = AS_RELEASED
+    detach_key_dual: bool = False
 
     def __post_init__(self):
         for name, known in (
@@ -89,8 +111,17 @@ class Recipe:
         for name in ("epochs", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate {self.learning_rate} must be above 0")
+        for name in ("learning_rate", "softmax_learning_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ValueError(f"{name} {rate} must be above 0")
+        if not 0 < self.train_share <= 1:
+            raise ValueError(f"train_share {self.train_share} must be in (0, 1]")
+        if self.attention == "diff" and self.model.num_heads % 2:
+            raise ValueError(
+                f"attention 'diff' takes the difference of two heads: num_heads "
+                f"{self.model.num_heads} must be even"
+            )
         if not self.is_text:
             patch, sides = self.model.patch_size, self.inputs.shape[:2]
             if patch < 1 or any(side % patch for side in sides):
@@ -101,13 +132,35 @@ class Recipe:
             raise ValueError(
                 f"accumulate {self.accumulate} must divide batch_size {self.batch_size}"
             )
+        if self.detach_key_dual:
+            self._check_detached()
         if self.amortize is not None:
             self.amortize.check(self.attention, self.spec)
+
+    def _check_detached(self) -> None:
+        if self.attention != "sinkhorn":
+            raise ValueError(f"detach_key_dual is for sinkhorn attention, got {self.attention!r}")
+        if self.spec.num_steps == 1:
+            raise ValueError("detach_key_dual needs num_steps >= 2: row softmax has no key dual")
+        if self.amortize is not None:
+            raise ValueError("detach_key_dual is for training with the loop, got amortize")
 
     @property
     def is_text(self) -> bool:
         """Whether the inputs are texts; otherwise they are images."""
         return isinstance(self.inputs, Tokens)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the result of a run has the parameters of the best evaluation."""
+        return self.evaluate is not None and self.evaluate.keep == "best"
+
+    def with_attention(self, family: str) -> "Recipe":
+        """The recipe with another family of attention, and the learning rate of that family."""
+        rate = self.softmax_learning_rate if family in SOFTMAX_FAMILIES else None
+        return dataclasses.replace(
+            self, attention=family, learning_rate=self.learning_rate if rate is None else rate
+        )
 
     def example_inputs(self, count: int = 1) -> np.ndarray:
         """Zeros with the shape and dtype of ``count`` inputs."""
@@ -120,7 +173,8 @@ class Recipe:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Recipe":
         """Rebuilds a recipe from ``to_json``, also after a round trip through JSON text."""
-        return _rebuild(cls, stored)
+        preset = stored.get("preset", "paper")
+        return _rebuild(cls, {**stored, "preset": OLD_PRESETS.get(preset, preset)})
 
 
 def _rebuild(kind, stored):
@@ -149,11 +203,13 @@ def _dataclass_for(hint, stored: Mapping):
 def differences(stored: Recipe, requested: Recipe) -> list[str]:
     """One line for each setting that differs, with both values.
 
-    The summary, cost and expected accuracy are not compared, because they do not change a run.
+    Fields that do not change a run are not compared, see ``UNCOMPARED``.
     """
     lines = []
     for field in dataclasses.fields(Recipe):
-        if field.name in ("summary", "cost", "expected"):
+        if field.name in UNCOMPARED:
+            continue
+        if field.name == "esp" and not {stored.attention, requested.attention} & {*ESP_FAMILIES}:
             continue
         old, new = getattr(stored, field.name), getattr(requested, field.name)
         if old != new:

@@ -23,7 +23,7 @@ from train.runtime import devices
 from train.runtime.errors import UserError, need
 from train.training.step import TrainState
 
-NUM_KEPT = 2  # older checkpoints are deleted
+NUM_KEPT = 2  # by default; older checkpoints are deleted
 FULL_DISK = os.strerror(errno.ENOSPC)
 
 
@@ -43,16 +43,16 @@ class About:
 
 
 class Checkpoints:
-    """A context manager for the checkpoints of one run folder; only the newest two are kept."""
+    """A context manager for the checkpoints of one run folder; only the newest are kept."""
 
-    def __init__(self, run: str | os.PathLike):
+    def __init__(self, run: str | os.PathLike, num_kept: int = NUM_KEPT):
         self._orbax = need("orbax.checkpoint")
         self.run = pathlib.Path(run).absolute()
         self.folder = self.run / "checkpoints"
         self._manager = self._orbax.CheckpointManager(
             self.folder,
             options=self._orbax.CheckpointManagerOptions(
-                max_to_keep=NUM_KEPT, create=False, enable_async_checkpointing=False
+                max_to_keep=num_kept, create=False, enable_async_checkpointing=False
             ),
         )
 
@@ -143,6 +143,32 @@ class Checkpoints:
             f"every checkpoint in {self.folder} is damaged: put one back, or train again in "
             f"another folder"
         )
+
+    def restore_newest(
+        self, like: Callable[[About], TrainState], count: int
+    ) -> list[tuple[TrainState, About]]:
+        """Restores the newest ``count`` checkpoints, the oldest of them first.
+
+        Raises:
+          UserError: there are fewer, or one of them is damaged.
+        """
+        steps = sorted(self._manager.all_steps())[-count:]
+        if len(steps) < count:
+            raise UserError(
+                f"{self.folder} has {len(steps)} checkpoints, {count} are needed: train with "
+                f"--keep-checkpoints {count}"
+            )
+        restored = []
+        for step in steps:
+            try:
+                restored.append(self._restore(step, like))
+            except UserError:
+                raise
+            except Exception as fault:  # reading a damaged file may raise anything
+                raise UserError(
+                    f"the checkpoint of step {step} in {self.folder} is damaged"
+                ) from fault
+        return restored
 
     def _restore(self, step, like):
         args = self._orbax.args

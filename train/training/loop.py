@@ -17,8 +17,8 @@ from train.recipes.schema import Recipe, differences
 from train.reporting import progress
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.training import amortized, factory, run_folder, step
-from train.training.checkpoints import About, Checkpoints
+from train.training import amortized, factory, held_out, run_folder, step
+from train.training.checkpoints import NUM_KEPT, About, Checkpoints
 from train.training.prefetch import Prefetch
 from train.training.teacher import Teacher, of_state
 
@@ -36,6 +36,7 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
     save_every: int | None = None,
+    keep_checkpoints: int = NUM_KEPT,
     way: str = devices.Sharded.name,
 ) -> Teacher:
     """Trains the model of a recipe, or resumes from the newest checkpoint in the run folder.
@@ -43,16 +44,17 @@ def train(
     On one machine a resumed run ends with the same parameters, bit for bit, as an uninterrupted
     one. A checkpoint stores parameters, optimiser state, random key and step, and a batch depends
     only on the seed and the step. If the recipe trains through compiled layers, it also stores
-    these and their running sums.
+    these and their running sums; if it keeps the best parameters, these too.
 
     Args:
       recipe: what to train.
-      examples: the training split.
+      examples: the training split; a held-out part is taken from it if the recipe evaluates.
       run: folder for checkpoints and metrics; shared by all hosts.
       seed: fixes initial parameters, order of the data, augmentation and dropout.
       resume: continue from the newest good checkpoint in ``run``, or start if there is none.
       stop_after: stop and save when the run has this many steps (the schedule is unchanged).
       save_every: epochs between checkpoints; by default one, or a twentieth of a long run.
+      keep_checkpoints: number of the newest checkpoints to keep.
       way: ``"jit"``, ``"pmap"`` or ``"alone"``, see ``train.runtime.devices``.
 
     Raises:
@@ -60,6 +62,7 @@ def train(
         seed; the batch cannot be divided among the devices; the loss is not finite; the disk is
         full; or the run was interrupted by Ctrl-C or SIGTERM, after it was saved.
     """
+    examples, rest = held_out.divide(recipe, examples)
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed)
     epoch_steps = batches.steps_per_epoch
     total = recipe.epochs * epoch_steps
@@ -69,9 +72,11 @@ def train(
     refresh = refresh_program(recipe, way)
     share = devices.share()
     make_batch = lambda index: tuple(map(layout.feed, batches.at(index, share)))
-    with Checkpoints(run) as checkpoints, _stop_on_signal() as interrupted:
+    with Checkpoints(run, keep_checkpoints) as checkpoints, _stop_on_signal() as interrupted:
         state, start = _start(checkpoints, create(jax.random.key(seed)), recipe, seed, resume)
-        state = layout.place(state)
+        evaluator = _evaluator(recipe, rest, epoch_steps, state.best)
+        whole = lambda state: _with_best(layout.read(state), evaluator)
+        state = layout.place(state.replace(best=None))
         prefetched = Prefetch(make_batch, start, last_step)
         with (
             run_folder.MetricsLog(run, resumed_at=start) as log,
@@ -91,6 +96,10 @@ def train(
                     _check_finite(values["loss"], count, checkpoints)
                     if refresh is not None:
                         values |= amortized.distances(layout.read(state.amortized))
+                    if evaluator is not None and evaluator.due(count):
+                        host = layout.read((state.params, state.amortized))
+                        values |= evaluator.run(count, *host)
+                        _check_finite(values["held_out_loss"], count, checkpoints)
                     seconds = time.perf_counter() - began
                     log.write(
                         count,
@@ -103,15 +112,15 @@ def train(
                     note += f", accuracy {values['accuracy']:.2f}"
                     if refresh is not None:
                         note += f", rel-l2 to Sinkhorn {values['rel_l2']:.3f}"
-                    report(count, note)
+                    report(count, note + (evaluator.note if evaluator is not None else ""))
                 if stop or count == last_step or count % (save_every * epoch_steps) == 0:
-                    checkpoints.save(layout.read(state), recipe, seed)
+                    checkpoints.save(whole(state), recipe, seed)
                 if stop:
                     raise UserError(
                         f"stopped and saved at step {count} of {total}: resume with the same "
                         f"command and --run {run} --resume"
                     )
-    return of_state(recipe, seed, layout.read(state))
+    return of_state(recipe, seed, whole(state))
 
 
 @functools.lru_cache(maxsize=4)
@@ -134,7 +143,8 @@ def programs(
     tx = step.optimizer(recipe, epoch_steps)
     inputs = recipe.example_inputs()
     layers = amortized.training(recipe)
-    create = jax.jit(lambda key: step.create(factory.build(recipe), tx, inputs, key, layers))
+    model, best = factory.build(recipe), recipe.keeps_best
+    create = jax.jit(lambda key: step.create(model, tx, inputs, key, layers, keep_best=best))
     take_step = functools.partial(
         step.train_step,
         model_at=factory.training(recipe, recipe.epochs * epoch_steps),
@@ -181,6 +191,18 @@ def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[step.TrainState, i
 
     state, about = checkpoints.restore(like, set_aside=True)
     return state, about.step
+
+
+def _evaluator(recipe, examples, epoch_steps, best) -> held_out.Evaluator | None:
+    """The evaluator of the held-out examples; None without any."""
+    if examples is None:
+        return None
+    return held_out.Evaluator(recipe, examples, epoch_steps, best)
+
+
+def _with_best(state, evaluator) -> step.TrainState:
+    """A state of host arrays, with the best parameters of the evaluator."""
+    return state if evaluator is None else state.replace(best=evaluator.best)
 
 
 def _check_finite(loss, count, checkpoints) -> None:

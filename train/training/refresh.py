@@ -117,7 +117,7 @@ def run(
     train: Examples,
     test: Examples,
     *,
-    frozen: bool = True,
+    frozen: bool = False,
     epochs: int = EPOCHS,
     learning_rate: float = LEARNING_RATE,
 ) -> Accuracies:

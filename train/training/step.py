@@ -24,6 +24,8 @@ class TrainState:
       opt_state: the optimiser's state.
       rng: data of the run's random key, ``(2,)`` uint32; dropout depends on it and on the step.
       amortized: the ``aj.AmortizedState`` of a run that trains through compiled layers, or None.
+      best: the best parameters so far, see ``first_best``; None in runs that keep the last ones,
+        and while the steps run.
     """
 
     step: jax.Array
@@ -31,6 +33,7 @@ class TrainState:
     opt_state: optax.OptState
     rng: jax.Array
     amortized: Any = None
+    best: dict[str, Any] | None = None
 
 
 def optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformation:
@@ -45,6 +48,8 @@ def create(
     inputs: jax.Array,
     key: jax.Array,
     amortized: aj.linen.AmortizedTraining | None = None,
+    *,
+    keep_best: bool = False,
 ) -> TrainState:
     """The state before the first step.
 
@@ -54,15 +59,29 @@ def create(
       inputs: a batch; only its shape and dtype are used.
       key: random key of the run.
       amortized: trains through compiled layers; they predict 0 until the first refresh.
+      keep_best: whether the run keeps the parameters of its best evaluation.
     """
     params = model.init(key, inputs)["params"]
+    layers = None if amortized is None else amortized.empty({"params": params}, inputs)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=tx.init(params),
         rng=jax.random.key_data(jax.random.fold_in(key, 1)),
-        amortized=None if amortized is None else amortized.empty({"params": params}, inputs),
+        amortized=layers,
+        best=first_best(params, layers) if keep_best else None,
     )
+
+
+def first_best(params: dict, layers: Any) -> dict[str, Any]:
+    """The best parameters before any evaluation, with the structure of all later ones.
+
+    ``step`` is the number of steps taken, ``correct`` the number of held-out examples classified
+    correctly (-1 before an evaluation), ``params`` the parameters, and ``amortized`` the compiled
+    layers, if the run trains through them.
+    """
+    best = {"step": jnp.zeros((), jnp.int32), "correct": -jnp.ones((), jnp.int32), "params": params}
+    return best if layers is None else {**best, "amortized": layers}
 
 
 def loss_and_accuracy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from train.data.examples import Examples
 from train.recipes.schema import Recipe
-from train.training import amortized, factory, step
+from train.training import amortized, factory, held_out, step
 from train.training.checkpoints import About, Checkpoints
 
 
@@ -20,7 +20,7 @@ class Teacher:
     Attributes:
       recipe: the recipe it was trained with.
       seed: seed of the run.
-      step: number of steps taken.
+      step: number of steps after which the model had these parameters.
       variables: the linen variables, ``{"params": ...}``.
       compiled: variables with the compiled layers that it trained through, or None.
     """
@@ -38,20 +38,38 @@ def load_teacher(run: str | os.PathLike) -> Teacher:
     Raises:
       UserError: there is no good checkpoint.
     """
-
-    def like(about: About) -> step.TrainState:
-        tx = step.optimizer(about.recipe, 1)
-        model, inputs = factory.build(about.recipe), about.recipe.example_inputs()
-        layers = amortized.training(about.recipe)
-        return jax.eval_shape(lambda: step.create(model, tx, inputs, jax.random.key(0), layers))
-
     with Checkpoints(run) as checkpoints:
-        state, about = checkpoints.restore(like)
+        state, about = checkpoints.restore(_shapes)
     return of_state(about.recipe, about.seed, state)
 
 
+def load_states(run: str | os.PathLike, count: int) -> list[dict]:
+    """The linen variables of the newest ``count`` checkpoints of a run, the oldest of them first.
+
+    They are those with which the training went on, not the best ones.
+
+    Raises:
+      UserError: there are fewer, or one of them is damaged.
+    """
+    with Checkpoints(run) as checkpoints:
+        restored = checkpoints.restore_newest(_shapes, count)
+    return [{"params": state.params} for state, _ in restored]
+
+
+def _shapes(about: About) -> step.TrainState:
+    """The shapes of a state of this recipe."""
+    tx = step.optimizer(about.recipe, 1)
+    model, inputs = factory.build(about.recipe), about.recipe.example_inputs()
+    layers = amortized.training(about.recipe)
+    best = about.recipe.keeps_best
+    return jax.eval_shape(
+        lambda: step.create(model, tx, inputs, jax.random.key(0), layers, keep_best=best)
+    )
+
+
 def of_state(recipe: Recipe, seed: int, state: step.TrainState) -> Teacher:
-    """The teacher of a training state of host arrays."""
+    """The teacher of a training state of host arrays: its best parameters, or its last ones."""
+    state = held_out.chosen(recipe, state)
     compiled = amortized.compiled_variables(recipe, state)
     return Teacher(recipe, seed, int(state.step), {"params": state.params}, compiled)
 

@@ -20,9 +20,12 @@ from train.runtime.errors import UserError
 def test_esp_resources_prints_and_writes_a_row_per_method_and_length(tmp_path, capsys):
     rows = esp_resources.run(lengths=(4,), out=tmp_path)
     text = capsys.readouterr().out
-    assert [row.shape for row in rows] == ["N=4"] * 6
-    for name in ("Sinkhorn (S=3)", "Sinkhorn (S=10)", "Sinkhorn (S=20)", "ESP (soft)"):
-        assert f"| N=4 | {name} | " in text
+    names = ["Sinkhorn (S=3)", "Sinkhorn (S=10)", "Sinkhorn (S=20)"]
+    for name in ("ESP (soft)", "ESP (released hard)"):
+        names += [name, f"{name}, all slices at once"]
+    names += ["ESP (exact hard), forward"]
+    assert [(row.shape, row.name) for row in rows] == [("N=4", name) for name in names]
+    assert all(f"| N=4 | {name} | " in text for name in names)
     assert all(row.milliseconds > 0 and row.whole_gibibytes > 0 for row in rows)
     assert all(f"{row.milliseconds:.1f} ({row.calls})" in text for row in rows)
     assert text.split("\n- ")[0] in (tmp_path / "esp-resources.md").read_text()

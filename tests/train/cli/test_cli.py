@@ -14,7 +14,7 @@ from train.recipes import catalogue
 from train.runtime.errors import UserError
 from train.training import linear_baseline
 
-COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate")
+COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate", "esp", "refresh")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -81,6 +81,8 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
         (["demo", "--patch-size", "5"], "patch_size 5 must divide the 28x28 pixels"),
         (["demo", "--epochs", "0"], "epochs 0 must be at least 1"),
         (["demo", "--learning-rate", "nan"], "learning_rate nan must be above 0"),
+        (["demo", "--train-share", "0"], "train_share 0.0 must be in (0, 1]"),
+        (["mnist", "--attention", "diff"], "num_heads 1 must be even"),
         (["demo", "--accumulate", "3"], "accumulate 3 must divide batch_size 50"),
         (["ag_news", "--patch-size", "4"], "--patch-size is for image recipes"),
         (["demo", "--length", "64"], "--length is for text recipes"),
@@ -89,6 +91,12 @@ def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
         (["demo", "--amortize-decay", "0.5"], "--amortize-decay needs --amortize K"),
         (["demo", "--amortize", "5", "--amortize-closures", "10"], "closures=10 needs a teacher"),
         (["demo", "--amortize", "5", "--attention", "softmax"], "amortize is for sinkhorn"),
+        (["demo", "--esp-slices", "8"], "--esp-slices is for --attention esp or esp_annealed"),
+        (["demo", "--attention", "esp", "--esp-slices", "0"], "esp_slices 0 must be at least 1"),
+        (["demo", "--detach-key-dual", "--attention", "softmax"], "is for sinkhorn attention"),
+        (["demo", "--keep", "best"], "--keep needs --held-out SHARE"),
+        (["demo", "--held-out", "1"], "held_out 1.0 must be in (0, 1)"),
+        (["ag_news", "--held-out", "0", "--evaluate-every", "2"], "--evaluate-every needs"),
         (["nothing"], "no recipe 'nothing': choose one of"),
         (["imdb", "--process-id", "1"], "need --coordinator"),
     ],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from train.data import make_packaged, tfds
-from train.data.examples import Batches
+from train.data.examples import Batches, first_share
 from train.data.images import Pixels
 from train.recipes import catalogue
 from train.runtime import errors
@@ -30,6 +30,23 @@ def test_packaged_images_read_back_balanced(split, per_class):
     np.testing.assert_array_equal(np.bincount(examples.labels), np.full(10, per_class))
     assert examples.class_names[9] == "Ankle boot"
     assert 0.28 < examples.values.mean() / 255 < 0.30
+
+
+def test_a_share_of_the_training_split_has_the_first_images_of_every_class():
+    recipe = dataclasses.replace(catalogue.DEMO, train_share=0.1)
+    data = splits.load_data(recipe, tfds.PACKAGED)
+    whole = load("train")
+    expected = [np.flatnonzero(whole.labels == label)[:20] for label in range(10)]
+    chosen = np.sort(np.concatenate(expected))
+    np.testing.assert_array_equal(data.train.labels, whole.labels[chosen])
+    np.testing.assert_array_equal(data.train.values, whole.values[chosen])
+    assert len(data.test) == 500
+
+
+def test_a_share_has_at_least_one_example_of_every_class():
+    labels = np.array([2, 0, 0, 2, 0, 1, 0])
+    np.testing.assert_array_equal(first_share(labels, 0.5), [0, 1, 2, 5])
+    np.testing.assert_array_equal(first_share(labels, 0.01), [0, 1, 5])
 
 
 def test_packaged_images_do_not_repeat():

@@ -11,7 +11,7 @@ import asap_jax as aj
 from train.data import text
 from train.data.examples import Batches, Examples
 from train.models.text_encoder import EncoderSizes, positions, sinusoids
-from train.recipes import catalogue
+from train.recipes import ag_news
 from train.runtime.errors import UserError
 from train.training import factory
 
@@ -27,7 +27,7 @@ TOKENS = text.Tokens(features=("title", "body"), vocab_size=60, length=7)
 @pytest.fixture(scope="module")
 def recipe():
     return dataclasses.replace(
-        catalogue.SMALL_AG_NEWS,
+        ag_news.SMALL,
         inputs=TOKENS,
         model=EncoderSizes(width=8, depth=2, num_heads=2, mlp_dim=16),
     )

@@ -9,7 +9,7 @@ import scipy.optimize
 from train.data import tfds
 from train.data.examples import Examples
 from train.data.text import Tokens
-from train.recipes import catalogue
+from train.recipes import ag_news
 from train.training import linear_baseline
 from train.training.splits import Split
 
@@ -33,9 +33,7 @@ def test_the_fit_equals_the_optimum_of_another_solver(rng):
 
 
 def test_the_features_of_a_text_are_the_set_of_its_tokens():
-    recipe = dataclasses.replace(
-        catalogue.SMALL_AG_NEWS, inputs=Tokens(("title",), vocab_size=6, length=4)
-    )
+    recipe = dataclasses.replace(ag_news.SMALL, inputs=Tokens(("title",), vocab_size=6, length=4))
     rows = np.array([[2, 3, 2, 0], [0, 0, 0, 0]], np.int32)
     examples = Examples(rows, np.zeros(2, np.int32), ("a",))
     half = np.sqrt(0.5)
