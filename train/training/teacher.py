@@ -43,7 +43,8 @@ def load_teacher(run: str | os.PathLike) -> Teacher:
         tx = step.optimizer(about.recipe, 1)
         model, inputs = factory.build(about.recipe), about.recipe.example_inputs()
         layers = amortized.training(about.recipe)
-        return jax.eval_shape(lambda: step.create(model, tx, inputs, jax.random.key(0), layers))
+        key = jax.random.key(0, impl=about.generator)
+        return jax.eval_shape(lambda: step.create(model, tx, inputs, key, layers))
 
     with Checkpoints(run) as checkpoints:
         state, about = checkpoints.restore(like)
