@@ -7,15 +7,13 @@ import os
 import pathlib
 import re
 import stat
-import time
 import uuid
+from typing import BinaryIO
 
 try:
     import fcntl
 except ImportError:  # Windows: drafts of killed processes are then left
     fcntl = None  # type: ignore[assignment]
-
-YOUNG = 60.0  # seconds, in which an empty draft may be one that is not locked yet
 
 
 def write(path: str, data: memoryview) -> None:
@@ -33,11 +31,9 @@ def write(path: str, data: memoryview) -> None:
     except FileNotFoundError:
         mode = None
     _delete_stale_drafts(target)
-    draft = target.with_name(f"{target.name}.{uuid.uuid4().hex}.draft")
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
+    draft, file = _open_draft(target, 0o666 if mode is None else mode)
     try:
-        with open(os.open(draft, flags, 0o666 if mode is None else mode), "wb") as file:
-            _lock(file.fileno())
+        with file:
             if mode is not None:
                 os.chmod(draft, mode)  # os.open takes the umask off
             file.write(data)
@@ -51,13 +47,25 @@ def write(path: str, data: memoryview) -> None:
         raise
 
 
-def _lock(descriptor: int) -> bool:
-    """Locks a file until it is closed or its process ends; False if another process has it."""
+def _open_draft(target: pathlib.Path, mode: int) -> tuple[pathlib.Path, BinaryIO]:
+    """A new draft of ``target``, locked."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
+    while True:
+        draft = target.with_name(f"{target.name}.{uuid.uuid4().hex}.draft")
+        file = open(os.open(draft, flags, mode), "wb")  # noqa: SIM115
+        _lock(file.fileno(), wait=True)
+        if draft.exists():  # else another process took it for a stale one before it was locked
+            return draft, file
+        file.close()
+
+
+def _lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Locks a file until it is closed or its process ends; False if it cannot be locked."""
     if fcntl is None:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, or a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # another process has the lock, or the file system has none
         return False
     return True
 
@@ -68,7 +76,5 @@ def _delete_stale_drafts(target: pathlib.Path) -> None:
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
         for path in (entry.path for entry in entries if draft.fullmatch(entry.name)):
             with contextlib.suppress(OSError), open(path, "rb") as file:
-                state = os.fstat(file.fileno())
-                locked_soon = not state.st_size and time.time() - state.st_mtime < YOUNG
-                if not locked_soon and _lock(file.fileno()):
+                if _lock(file.fileno()):
                     os.unlink(path)
