@@ -40,6 +40,7 @@ def save(path: str | os.PathLike, result: CompileResult) -> None:
 
     Raises:
       TypeError: not a CompileResult, or a state that a file cannot hold.
+      ValueError: the result has states of other layers than its model.
       OSError: the file cannot be written; an existing file is then unchanged.
     """
     checks.instance("result", result, CompileResult, "a CompileResult")
@@ -49,6 +50,7 @@ def save(path: str | os.PathLike, result: CompileResult) -> None:
     for layer, state in result.states.items():
         checks.instance(f"the state of layer {layer!r}", state, CompiledState, "a CompiledState")
         states.check_leaves(state)
+    _check_layers(result)
     header = dict(
         magic=MAGIC,
         format=FORMAT,
@@ -83,6 +85,21 @@ def load(path: str | os.PathLike, *, like: Any) -> Any:
         return _load(data, like, framework)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_layers(result: CompileResult) -> None:
+    """Raises ValueError unless the states are those of the layers of the compiled model."""
+    if result.model is None:
+        tree = dict(result.variables.get(aj_linen.STATE, {}))
+        compiled = set(group_by_path(tree, CompiledState))
+    else:
+        layers = aj_nnx.sinkhorn_layers(result.model)
+        compiled = {path for path, layer in layers.items() if layer.asap is not None}
+    if set(result.states) != compiled or not compiled:
+        raise ValueError(
+            f"result has states of the layers {sorted(result.states)}, but its model has those of "
+            f"{sorted(compiled)}"
+        )
 
 
 def _load(data: bytes, like: Any, framework: str) -> Any:

@@ -43,7 +43,8 @@ TEACHER = {"params": {"layer": {"kernel": some(2, 3), "scale": some()}}}
 
 
 def result_of(state, teacher=None):
-    return aj.CompileResult({PATH: state}, None, variables=teacher or TEACHER)
+    variables = {**(teacher or TEACHER), "asap": aj.linen.state_tree({PATH: state})}
+    return aj.CompileResult({PATH: state}, None, variables=variables)
 
 
 @pytest.fixture
@@ -329,6 +330,13 @@ def test_names_with_a_slash_are_not_mixed_up(path):
     with pytest.raises(ValueError, match="two parameters have the path 'a/b'"):
         aj.save(path, result_of(STATE, teacher))
     assert not path.exists()
+
+
+@pytest.mark.parametrize("layers", [{}, {"elsewhere": STATE}], ids=["none", "another"])
+def test_save_refuses_states_of_other_layers_than_those_of_the_model(path, layers):
+    result = dataclasses.replace(result_of(STATE), states=layers)
+    with pytest.raises(ValueError, match=rf"result has states of .*, but .* of \['{PATH}'\]"):
+        aj.save(path, result)
 
 
 def test_save_refuses_states_that_a_checkpoint_restored_without_types(path):
