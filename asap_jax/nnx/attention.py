@@ -59,8 +59,8 @@ class SinkhornAttention(nnx.Module):
         options = dict(spec=self.spec, implementation=self.implementation)
         if self.asap is None:
             return functions.sinkhorn_attention.core(call, **options)
-        state = self.asap.get_value()
         path = self.asap.get_metadata("path", "SinkhornAttention")
+        state = records.compiled_state(self.asap.get_value(), path)
         state.check(self.spec, path, SCAN_HINT)
         records.note("compiled", path)
         return functions.asap_attention.core(

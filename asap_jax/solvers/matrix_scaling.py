@@ -140,7 +140,10 @@ def _run(side, num_steps, matrix, near, target, active):
 
     far = jnp.zeros_like(matrix[..., 0, :] if side == "query" else matrix[..., 0])
     state = (near, far, jnp.all(jnp.isfinite(near)))
-    state, steps = jax.lax.scan(pair, state, None, length=num_steps // 2)
+    if num_steps > 1:
+        state, steps = jax.lax.scan(pair, state, None, length=num_steps // 2)
+    else:  # jax.disable_jit runs no scan of length 0
+        steps = tuple(jnp.zeros_like(x, shape=(0, *x.shape)) for x in (near, far, near))
     if num_steps % 2:
         near, _, ok = state
         far, last = step(near, side)
@@ -171,7 +174,8 @@ def _loop_jvp(side, num_steps, primals, tangents):
         return (d_near, d_far), None
 
     state = (d_near, jnp.zeros_like(out_far))
-    state, _ = jax.lax.scan(pair, state, (fars, afters, pushed_far, pushed_near))
+    if num_steps > 1:
+        state, _ = jax.lax.scan(pair, state, (fars, afters, pushed_far, pushed_near))
     if num_steps % 2:
         pushed = _total(d_matrix, out_near, side) + _total(matrix, state[0], side)
         state = (state[0], slope(out_far, side) * pushed)

@@ -119,18 +119,15 @@ def test_a_changed_value_with_right_checksums_of_the_archive_is_refused(saved):
 
 
 def test_a_compressed_entry_is_refused_before_it_is_inflated(saved):
-    header, arrays = parts(saved)
-    arrays["large"] = np.zeros(30_000_000)
-    with open(saved, "wb") as file:
-        np.savez_compressed(file, header=np.frombuffer(json.dumps(header).encode(), np.uint8))
     with zipfile.ZipFile(saved, "a", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("large.npy", bytes(100_000_000))
+        file.writestr("large.npy", bytes(20_000_000))
+    assert saved.stat().st_size < 50_000
     with pytest.raises(ValueError, match="is compressed, which save never does"):
         aj.load(saved, like=TEACHER)
 
 
 def test_an_array_that_claims_to_be_larger_than_the_file_is_refused(saved):
-    header, arrays = parts(saved)
+    header, _ = parts(saved)
     start = io.BytesIO()
     claim = {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
     np.lib.format.write_array_header_1_0(start, claim)
@@ -140,7 +137,6 @@ def test_an_array_that_claims_to_be_larger_than_the_file_is_refused(saved):
     raw[name] = start.getvalue() + bytes(8)
     fields = header["layers"][PATH]["fields"]["predictor"]["fields"]
     fields["head"]["fields"]["coefficients"]["shape"] = [10**12]
-    del arrays
     content = json.dumps(header).encode()
     raw[archive.HEADER] = archive._npy(np.frombuffer(content, np.uint8))
     raw[archive.DIGEST] = archive._npy(np.frombuffer(archive._digest(raw), np.uint8))
@@ -220,7 +216,7 @@ def delete(parent, key):
     del parent[key]
 
 
-VALUES = [None, True, -1, 1.5, float("nan"), 10**400, "x", [], [1], {}, {"array": "header"}]
+VALUES = [None, True, -1, 1.5, float("nan"), 10**400, "x", [], {}, {"array": "header"}]
 
 
 def put(value):
