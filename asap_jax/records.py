@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.struct
@@ -148,6 +148,18 @@ class CompiledState:
             )
 
 
+def compiled_state(value: Any, path: str) -> CompiledState:
+    """``value``, the state of layer ``path``; TypeError if a checkpoint gave it another type."""
+    if not isinstance(value, CompiledState):
+        raise TypeError(
+            f"the state of layer {path!r} must be a CompiledState, got {checks.describe(value)}: "
+            f"a checkpoint was restored without its types. Restore it into a compiled model (with "
+            f"orbax: restore(directory, target), where target has the shapes of what was saved), "
+            f"or use asap_jax.save and asap_jax.load"
+        )
+    return value
+
+
 _probes = itertools.count(1)
 
 
@@ -237,12 +249,28 @@ def split_batch(batch: Any) -> tuple[tuple, dict]:
     return (batch,), {}
 
 
+def layer_path(names: Iterable[Any]) -> str:
+    """The names on the way to a layer as its path ``"a/b"``.
+
+    Raises:
+      ValueError: a name has a "/", so that two layers could have one path.
+    """
+    parts = [str(name) for name in names]
+    for part in parts:
+        if "/" in part:
+            raise ValueError(
+                f"the name {part!r} on the way to a SinkhornAttention layer has a '/', which "
+                f"separates the names in the path of a layer: rename it"
+            )
+    return "/".join(parts)
+
+
 def group_by_path(tree: Mapping, leaf_type: type, prefix: tuple = ()) -> dict[str, Any]:
     """Flattens nested mappings to ``{"a/b": leaf}``, for ``tree["a"]["b"][name] = leaf``."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, leaf_type):
-            leaves["/".join(prefix)] = value
+            leaves[layer_path(prefix)] = value
         elif isinstance(value, Mapping):
-            leaves.update(group_by_path(value, leaf_type, (*prefix, str(name))))
+            leaves.update(group_by_path(value, leaf_type, (*prefix, name)))
     return leaves

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from asap_jax import checks, metrics
 from asap_jax.attention import functions
-from asap_jax.compiler.calibration import Calibration, check_batch, select
+from asap_jax.compiler.batches import check_batch
+from asap_jax.compiler.calibration import Calibration, select
 from asap_jax.compiler.fit import Fit
 from asap_jax.compiler.single_fit import Candidate, SumsFit
 from asap_jax.fitting.least_squares import NormalEquations

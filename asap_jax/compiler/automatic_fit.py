@@ -32,7 +32,8 @@ REPEATS = 5  # timed calls of an operator
 class AutoFit(Fit["AutomaticLayerFit"]):
     """Fits several candidates to every layer and chooses the best on held-out batches.
 
-    The report is measured on other batches. Calibration records stay in memory. All candidates are
+    The report is measured on other batches. The records of all batches of the fit (queries, keys,
+    values, biases and masks of every layer) are stored, up to ``memory_limit``. All candidates are
     compared at the same number of closures, the budget: by the rel-l2 of the weights, or for
     ``ending="row"`` by that of the head outputs.
 
@@ -44,6 +45,7 @@ class AutoFit(Fit["AutomaticLayerFit"]):
         choose by fidelity alone.
       ladder: numbers of closures to compare in the report, in addition to the budget. When None,
         1, 2 and 3, except those for which the teacher has too few steps (the report says which).
+      memory_limit: see ``Fit``.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
@@ -54,6 +56,7 @@ class AutoFit(Fit["AutomaticLayerFit"]):
     ladder: Sequence[int] | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("candidates", "ladder"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, checks.items(name, getattr(self, name)))

@@ -19,11 +19,12 @@ import numpy as np
 
 from asap_jax import checks
 from asap_jax.compiler.automatic_fit import mean_ladder
-from asap_jax.compiler.fit import Fit, LayerFit, Solved, check_finite, is_held_out
+from asap_jax.compiler.batches import check_batch, checked, describe_batch, own
+from asap_jax.compiler.fit import LayerFit, Solved, check_finite, is_reported
 from asap_jax.compiler.options import Options, named_fit
 from asap_jax.compiler.report import CompileReport, Ladder, LayerReport
 from asap_jax.fitting import fidelity
-from asap_jax.records import CompiledState, Record, fresh_probe, observe
+from asap_jax.records import CompiledState, Record, fresh_probe, observe, split_batch
 
 BUDGETS = (2, 3, 4, 5)
 
@@ -106,20 +107,45 @@ class Calibration(abc.ABC):
         ``index`` names the batch in errors; by default batches are counted.
 
         Raises:
-          ValueError: no such layer, a layer that cannot be compiled, values that are not finite.
-          TypeError: a batch with a leaf that is not an array.
+          ValueError: no such layer, a layer that cannot be compiled, values that are not finite,
+            more activations than ``memory_limit`` allows.
+          TypeError: a batch with a leaf that is not an array, or with a list that the model does
+            not take.
         """
         start = time.perf_counter()
         where = f"calibration batch {self.num_batches if index is None else index}"
         check_batch(batch, where)
-        options = self.options
-        for path, record in select(self.records(teacher, batch), options.layers).items():
+        options, recorded = self.options, self._copied_records(teacher, batch, where)
+        for path, record in select(recorded, options.layers).items():
             if path not in self.fits:
                 settings = options.closures, options.seed, options.holdout, options.ending
                 self.fits[path] = self.fit.layer_kind()(path, record, self.fit, *settings)
             self.fits[path].add(record, where)
+        stored = sum(layer.stored_bytes for layer in self.fits.values()) / 2**30
+        if stored > self.fit.memory_limit:
+            raise ValueError(
+                f"the fit stores activations of its batches, {stored:.3g} GiB with {where}: more "
+                f"than memory_limit={self.fit.memory_limit}. Give fewer batches, a fit that "
+                f"adds up sums (such as 'moments'), or a higher limit"
+            )
         self.num_batches += 1
         self.seconds += time.perf_counter() - start
+
+    def _copied_records(self, teacher: Any, batch: Any, where: str) -> Mapping[str, Record]:
+        """The records of a copy of the batch; TypeError if the model cannot take its lists."""
+        try:
+            return self.records(teacher, own(batch))
+        except (AttributeError, TypeError) as error:
+            args, kwargs = split_batch(batch)
+            lists = isinstance(batch, list) or any(
+                isinstance(x, (list, tuple)) for x in (*args, *kwargs.values())
+            )
+            if not lists:
+                raise
+            raise TypeError(
+                f"the model does not take {where}, {describe_batch(batch)} ({error}). A list or "
+                f"tuple is passed as several arguments: stack the arrays of one argument"
+            ) from error
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
         """Adds up the sums of several processes, each over its own batches, before ``finish``.
@@ -181,7 +207,7 @@ class Calibration(abc.ABC):
     ) -> Iterator[Record]:
         """The records of one layer, in one more pass over the batches of the fit."""
         for batch in fit_batches():
-            records = self.records(teacher, batch)
+            records = self.records(teacher, own(batch))
             if path in records:
                 yield records[path]
 
@@ -227,8 +253,9 @@ class Calibration(abc.ABC):
     ) -> CompileResult:
         """Fits on ``batches`` except the held-out share, and reports on that share.
 
-        Held-out batches stay in memory. Without any, the report is on the first batch. ``total``
-        adds up the sums of several processes, see ``reduce``.
+        Held-out batches stay in memory, at most ``MOST_REPORTED``; further ones go to the fit.
+        Without any, the report is on the first batch. ``total`` adds up the sums of several
+        processes, see ``reduce``.
 
         Raises:
           TypeError: one batch instead of an iterable, a generator where batches are needed again.
@@ -237,18 +264,18 @@ class Calibration(abc.ABC):
         share = self.options.holdout
         held_out, first = [], None
         for index, batch in enumerate(checked(batches, self.fit)):
-            first = batch if first is None else first
-            if is_held_out(index, share):
+            first = own(batch) if first is None else first
+            if is_reported(index, share):
                 where = f"calibration batch {index}"
                 check_batch(batch, where)
-                held_out.append(batch)
-                for path, record in self.records(teacher, batch).items():
+                held_out.append(own(batch))
+                for path, record in self._copied_records(teacher, batch, where).items():
                     check_active(record, path, where)
             else:
                 self.add(teacher, batch, index)
         if total is not None:
             self.reduce(total)
-        fit_batches = lambda: (b for i, b in enumerate(batches) if not is_held_out(i, share))
+        fit_batches = lambda: (b for i, b in enumerate(batches) if not is_reported(i, share))
         report = held_out or ([] if first is None else [first])
         return self.finish(teacher, report, held_out=bool(held_out), fit_batches=fit_batches)
 
@@ -270,17 +297,6 @@ def select(recorded: Mapping[str, Record], layers: Sequence[str] | None) -> dict
     return {path: recorded[path] for path in layers}
 
 
-def check_batch(batch: Any, where: str) -> None:
-    """Raises TypeError unless all leaves of ``batch`` are arrays or numbers."""
-    if batch is None:
-        raise TypeError(f"{where} must be an array, or a tuple or dict of arrays, got None")
-    for leaf in jax.tree.leaves(batch):
-        try:
-            jax.typeof(leaf)
-        except TypeError:
-            raise TypeError(f"{where} must hold arrays only, got {checks.describe(leaf)}") from None
-
-
 def check_active(record: Record, path: str, where: str) -> None:
     """Raises ValueError if a record has no active token or gives values that are not finite."""
     mass = fidelity.layer_balance(record)
@@ -292,24 +308,3 @@ def check_active(record: Record, path: str, where: str) -> None:
 def _natural(path: str) -> list:
     """Sort key that puts ``block_10`` after ``block_9``: text and numbers by turns."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", path))]
-
-
-def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
-    """``batches`` unchanged.
-
-    Raises:
-      TypeError: a single batch, not an iterable, or a generator where the fit reads batches again.
-    """
-    if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
-        raise TypeError(f"batches must be an iterable of batches, got {checks.describe(batches)}")
-    if isinstance(batches, (jax.Array, np.ndarray, Mapping, str)):
-        raise TypeError(
-            f"batches must be an iterable of batches, got one {type(batches).__name__}; for a "
-            f"single batch give [batch]"
-        )
-    if fit.reads_batches_again and iter(batches) is batches:
-        raise TypeError(
-            "batches must be re-iterable (a list, not a generator) for objective='kl' with "
-            "in_memory=False, which reads them once per evaluation"
-        )
-    return batches

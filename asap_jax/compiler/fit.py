@@ -19,6 +19,7 @@ from asap_jax.predictor import DualPair, Predictor
 from asap_jax.records import CompiledState, Record, check_mask, stack_mark
 from asap_jax.spec import SinkhornSpec
 
+MOST_REPORTED = 100  # held-out batches that stay in memory
 CLOSURES = (*functions.CLOSURES, "none")
 Again = Callable[[str], Iterator[Record]]
 Solved = tuple[CompiledState, list[dict[str, Any]]]
@@ -32,9 +33,19 @@ class Fit(abc.ABC, Generic[L]):
     Attributes:
       default_closures: the meaning of ``closures=None`` for ``ending="teacher"``; a number is
         reduced to the most that the teacher allows.
+      memory_limit: GiB of activations that a fit may store over all layers. Fits that need only
+        sums over the batches store none.
+
+    Raises:
+      ValueError, TypeError: ``memory_limit`` is not a number > 0.
     """
 
     default_closures: ClassVar[str | int] = 2
+
+    memory_limit: float = dataclasses.field(default=8.0, kw_only=True)
+
+    def __post_init__(self):
+        checks.positive_float("memory_limit", self.memory_limit)
 
     @property
     def reads_batches_again(self) -> bool:
@@ -88,10 +99,12 @@ class LayerFit(abc.ABC):
       fit, seed, holdout, ending: see ``Options``.
       closures: the closures that the layer is compiled to.
       left_out: see ``Fit.left_out``.
+      stored_bytes: of the activations that it stores.
     """
 
     fit: Fit
     closures: str | int
+    stored_bytes: int = 0
 
     def __init__(
         self,
@@ -192,10 +205,21 @@ def check_finite(values: Any, record: Record, path: str, where: str) -> None:
         )
 
 
+def num_bytes(tree: Any) -> int:
+    """The bytes of the arrays of a pytree."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
 def is_held_out(index: int, share: float) -> bool:
     """Whether batch ``index`` is held out: never the first, then one in every ``1 / share``."""
     before = lambda i: math.ceil(i * share - 1e-9)
     return index > 0 and before(index) > before(index - 1)
+
+
+def is_reported(index: int, share: float) -> bool:
+    """Whether batch ``index`` is held out for the report: the first ``MOST_REPORTED`` that may."""
+    before = math.ceil((index - 1) * share - 1e-9)  # batches held out before this one
+    return is_held_out(index, share) and before < MOST_REPORTED
 
 
 def check_steps(name: str, value: Any, path: str, spec: SinkhornSpec, ending: str) -> None:

@@ -65,7 +65,8 @@ class Options:
       ending: ``"teacher"``, or ``"row"``: the closures end on rows even if the teacher ends on
         columns, see ``asap_attention``. One closure is then one softmax attention.
       layers: paths of the layers to compile; all when None.
-      holdout: share of the batches that the fit does not see; the report is measured on them.
+      holdout: share of the batches that the fit does not see; the report is measured on them. At
+        most 100 batches are held out; they stay in memory.
       seed: seed of slice directions and codebooks.
 
     Raises:

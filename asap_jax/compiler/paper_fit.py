@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks
 from asap_jax.attention import functions
-from asap_jax.compiler.fit import Again, Fit, LayerFit, Solved, check_finite
+from asap_jax.compiler.fit import Again, Fit, LayerFit, Solved, check_finite, num_bytes
 from asap_jax.features import FAMILIES, check_families, directions
 from asap_jax.fitting import kl_data, kl_search, targets
 from asap_jax.fitting.least_squares import NormalEquations, Regression
@@ -47,14 +47,16 @@ class PaperFit(Fit["PaperLayerFit"]):
       damping: in (0, 1], the share of plain least squares in a weighted fit.
       coefficients: ``"pooled"`` over the heads of a layer, ``"per_head"``, or ``"shared"``
         (ablation: one vector for all layers).
-      in_memory: KL only: store q, k, bias, mask, features and targets of the fit batches. When
-        False, run the model over re-iterable batches again on every evaluation.
+      in_memory: KL only: store q, k, bias, mask, features and targets of the fit batches, up to
+        ``memory_limit``. When False, store nothing, and run the model over re-iterable batches
+        again on every evaluation.
       features: name of a family (``"sliced_potentials"``, ``"moments"``, ``"raw_projections"``,
         ``"rank_displacement"``), names joined by ``"+"``, or a tuple of names and family
         instances.
       slice_kind: see ``slice_directions``.
       baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
       token_bias: also fit one bias per token position; all batches must then have one length.
+      memory_limit: see ``Fit``.
 
     Raises:
       ValueError, TypeError: a setting that is unknown, out of range or does not fit the others.
@@ -78,6 +80,7 @@ class PaperFit(Fit["PaperLayerFit"]):
     token_bias: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         set_field = lambda name, value: object.__setattr__(self, name, value)
         checks.one_of("objective", self.objective, OBJECTIVES)
         checks.one_of("coefficients", self.coefficients, COEFFICIENTS)
@@ -237,6 +240,7 @@ class PaperLayerFit(LayerFit):
             if fit.in_memory:
                 for items, layer in zip(self.items, unstack(record), strict=True):
                     items.append(kl_data.kl_item(layer, self.families))
+                    self.stored_bytes += num_bytes(items[-1])
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
         """Replaces the sums by their totals over processes; ValueError for the KL objective."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asap_jax import checks
-from asap_jax.compiler.fit import Fit, LayerFit, check_finite, number_of_closures
+from asap_jax.compiler.fit import Fit, LayerFit, check_finite, num_bytes, number_of_closures
 from asap_jax.features import Moments, check_families
 from asap_jax.fitting import fidelity, finetune, stages, targets
 from asap_jax.fitting.least_squares import NormalEquations, Regression
@@ -24,6 +24,9 @@ from asap_jax.spec import PADDINGS, SinkhornSpec
 @dataclasses.dataclass(frozen=True)
 class Candidate(Fit[LayerFit]):
     """One way to predict the dual that n closures start from.
+
+    With ``rounds``, ``chain`` or ``tuned`` the fit stores the records of all its batches (queries,
+    keys, values, biases and masks of every layer), up to ``memory_limit``; otherwise only sums.
 
     Attributes:
       name: its name in reports.
@@ -41,6 +44,7 @@ class Candidate(Fit[LayerFit]):
       features: feature families of every stage; a codebook is added to them.
       row_mass: also fit the row sums, from ``features`` at the queries, without a codebook. For
         ``ending="row"`` of a teacher that ends on columns; the rows then no longer sum to one.
+      memory_limit: see ``Fit``.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
@@ -62,6 +66,7 @@ class Candidate(Fit[LayerFit]):
     row_mass: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         checks.instance("name", self.name, str, "a string")
         for name in ("rounds", "tuned", "hidden"):
             value = getattr(self, name)
@@ -267,6 +272,7 @@ class StoringFit(LayerFit):
         check_finite(mass, record, self.path, where)
         if (np.asarray(mass) > 0).all():
             self.records.append(unstack(record))
+            self.stored_bytes += num_bytes(self.records[-1])
 
     def fit_stack(
         self, candidate: Candidate, records: list[list[Record]], num_closures: int

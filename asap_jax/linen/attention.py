@@ -7,7 +7,7 @@ import flax.linen as nn
 from asap_jax import records
 from asap_jax.attention import functions
 from asap_jax.attention.flax_call import Call, Result, attention_method
-from asap_jax.records import CompiledState, Record
+from asap_jax.records import Record
 from asap_jax.spec import SinkhornSpec
 
 STATE = "asap"
@@ -67,7 +67,7 @@ class SinkhornAttention(nn.Module):
             return functions.sinkhorn_attention.core(
                 call, detach_key_dual=self.detach_key_dual, **options
             )
-        state: CompiledState = self.get_variable(STATE, "state")
+        state = records.compiled_state(self.get_variable(STATE, "state"), path)
         state.check(self.spec, path, SCAN_HINT)
         records.note("compiled", path)
         return functions.asap_attention.core(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from flax.linen.module import TestScope
 
 from asap_jax import checks, records
 from asap_jax.compiler import calibration as compiling
+from asap_jax.compiler import programs
 from asap_jax.compiler.fit import Fit
 from asap_jax.compiler.options import Options, explain_fit_settings
 from asap_jax.linen.attention import CAPTURE, SCAN_HINT, STATE
@@ -42,25 +44,20 @@ class Calibration(compiling.Calibration):
         if not isinstance(model, nn.Module):
             hint = "; call asap_jax.nnx.compile" if isinstance(model, nnx.Module) else ""
             raise TypeError(f"model must be a linen Module, got {checks.describe(model)}{hint}")
-        self._run = forward or _apply(model, self.apply_kwargs)
-        self._recorded = jax.jit(lambda variables, batch: _record(self._run, variables, batch))
+        self._run = forward or _Apply(model, tuple(sorted(self.apply_kwargs.items())))
+        # A forward may read other values in every compile, so it shares no program.
+        self._recorded = programs.bind(_record, self._run, share=forward is None)
 
     def records(self, teacher: Mapping, batch: Any) -> Mapping[str, Record]:
         """The records of every layer at the variables ``teacher``."""
-        with records.observe() as observer, _axis_errors(CAPTURE):
+        with _axis_errors(CAPTURE):
             try:
-                recorded = self._recorded(_plain(teacher), batch)
+                return self._recorded(_plain(teacher), batch)
             except jax.errors.UnexpectedTracerError as error:
                 raise ValueError(
                     f"forward runs the whole model inside a transform (jax.jit, nn.remat): "
                     f"it must then pass mutable=[{CAPTURE!r}] and return (output, state)"
                 ) from error
-        if observer.unrecorded:
-            raise ValueError(
-                f"layers {list(observer.unrecorded)} ran but could not record: a transform around "
-                f"them drops the collection {CAPTURE!r}. {SCAN_HINT}"
-            )
-        return recorded
 
     def _trace(self, teacher: Mapping, states: Mapping[str, CompiledState], batch: Any) -> None:
         variables = self.compiled(teacher, states)["variables"]
@@ -134,24 +131,36 @@ def _plain(variables: Mapping) -> dict:
     return {name: tree for name, tree in variables.items() if name not in (STATE, CAPTURE)}
 
 
-def _apply(model: nn.Module, apply_kwargs: dict[str, Any]) -> Callable[[Any, Any], Any]:
-    """The default forward: ``model.apply`` on a batch, with the capture collection mutable."""
-    rngs = {"dropout": jax.random.key(0), **(apply_kwargs.pop("rngs", None) or {})}
-    mutable = union_filters(apply_kwargs.pop("mutable", False), CAPTURE)
+@dataclasses.dataclass(frozen=True)
+class _Apply:
+    """The default forward: ``model.apply`` on a batch, with the capture collection mutable.
 
-    def run(variables, batch):
+    Equal for equal models and keywords, so that compiling a model again compiles no program again.
+    """
+
+    model: nn.Module
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, variables: Mapping, batch: Any) -> Any:
         args, kwargs = records.split_batch(batch)
-        settings = {**kwargs, **apply_kwargs}
-        return model.apply(variables, *args, rngs=rngs, mutable=mutable, **settings)
+        keywords = dict(self.keywords)
+        rngs = {"dropout": jax.random.key(0), **(keywords.pop("rngs", None) or {})}
+        mutable = union_filters(keywords.pop("mutable", False), CAPTURE)
+        settings = {**kwargs, **keywords}
+        return self.model.apply(variables, *args, rngs=rngs, mutable=mutable, **settings)
 
-    return run
 
-
-def _record(run, variables, batch) -> dict[str, Record]:
+def _record(run: Callable[[Any, Any], Any], variables: dict, batch: Any) -> dict[str, Record]:
     """Runs one forward pass and returns the records of its layers, by path."""
     passes: dict[int, tuple[Any, Mapping]] = {}
-    with nn.intercept_methods(_capture_into(passes)):
+    # A trace that fails is not kept, so the next call checks again.
+    with records.observe() as observer, nn.intercept_methods(_capture_into(passes)):
         result = _quiet(run, variables, batch)
+    if observer.unrecorded:
+        raise ValueError(
+            f"layers {list(observer.unrecorded)} ran but could not record: a transform around "
+            f"them drops the collection {CAPTURE!r}. {SCAN_HINT}"
+        )
     collections = [collection for _, collection in passes.values()]
     # If forward is jitted, the intercepted records are leaked tracers: use its own result.
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):

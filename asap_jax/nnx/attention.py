@@ -69,8 +69,8 @@ class SinkhornAttention(nnx.Module):
             return functions.sinkhorn_attention.core(
                 call, detach_key_dual=self.detach_key_dual, **options
             )
-        state = self.asap.get_value()
         path = self.asap.get_metadata("path", "SinkhornAttention")
+        state = records.compiled_state(self.asap.get_value(), path)
         state.check(self.spec, path, SCAN_HINT)
         records.note("compiled", path)
         return functions.asap_attention.core(

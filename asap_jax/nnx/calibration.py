@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import linen, nnx
 
 from asap_jax import checks, records
 from asap_jax.compiler import calibration as compiling
+from asap_jax.compiler import programs
 from asap_jax.compiler.fit import Fit
 from asap_jax.compiler.options import Options, explain_fit_settings
 from asap_jax.nnx.attention import SCAN_HINT, AsapCapture, AsapState, SinkhornAttention
@@ -17,12 +19,22 @@ from asap_jax.records import CompiledState, Record
 
 
 def sinkhorn_layers(model: nnx.Module) -> dict[str, SinkhornAttention]:
-    """The SinkhornAttention modules of a model by path, ``"blocks/0/attention/attention_fn"``."""
-    return {
-        "/".join(map(str, path)): module
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, SinkhornAttention)
-    }
+    """The SinkhornAttention modules of a model by path, ``"blocks/0/attention/attention_fn"``.
+
+    Raises:
+      ValueError: a name on a path has a "/", or two layers have one path.
+    """
+    layers: dict[str, SinkhornAttention] = {}
+    for names, module in nnx.iter_modules(model):
+        if isinstance(module, SinkhornAttention):
+            path = records.layer_path(names)
+            if path in layers:
+                raise ValueError(
+                    f"two SinkhornAttention layers have the path {path!r}: a number and a string "
+                    f"that look the same are keys on the way to them; rename one"
+                )
+            layers[path] = module
+    return layers
 
 
 class Calibration(compiling.Calibration):
@@ -33,6 +45,7 @@ class Calibration(compiling.Calibration):
     """
 
     hint = SCAN_HINT
+    _probe: ClassVar[int] = records.fresh_probe()  # changes after every failed trace
 
     def __init__(
         self,
@@ -43,36 +56,22 @@ class Calibration(compiling.Calibration):
     ):
         """Arguments as ``compile``."""
         super().__init__(options, apply_kwargs, forward)
-        self._run = forward or _call(self.apply_kwargs)
-        self._recorded = jax.jit(self._record)
-        self._probe = records.fresh_probe()
-
-    def _record(self, graph, state, batch):
-        model = nnx.merge(graph, state)
-        self._run(model, batch)
-        recorded = {}
-        for path, layer in sinkhorn_layers(model).items():
-            (slot,) = layer.__captures__
-            if "record" in slot.get_value():
-                recorded[path] = slot.get_value()["record"]
-        return recorded
+        self._run = forward or _Call(tuple(sorted(self.apply_kwargs.items())))
+        # A forward may read other values in every compile, so it shares no program.
+        self._recorded = programs.bind(_record, self._run, share=forward is None)
 
     def records(self, teacher: nnx.Module, batch: Any) -> Mapping[str, Record]:
         """The records of every layer of the model ``teacher``."""
         probe = _evaluating(teacher)
         for path, layer in sinkhorn_layers(probe).items():
             # As nnx.capture does, but on these modules only. The number prevents trace-cache hits.
-            slot = AsapCapture({}, path=path, probe=self._probe)
+            slot = AsapCapture({}, path=path, probe=Calibration._probe)
             layer.__captures__ = nnx.data((slot,))
-        with records.observe() as observer:
-            recorded = self._recorded(*nnx.split(probe), batch)
-        lost = [path for path in observer.recorded if path not in recorded]
-        if lost:
-            raise ValueError(
-                f"layers {lost} ran but their records were dropped by a transform around them: "
-                f"{SCAN_HINT}"
-            )
-        return recorded
+        try:
+            return self._recorded(*nnx.split(probe), batch)
+        except ValueError:
+            Calibration._probe = records.fresh_probe()
+            raise
 
     def _trace(self, teacher: nnx.Module, states: Mapping[str, CompiledState], batch: Any) -> None:
         probe = _evaluating(teacher)
@@ -143,11 +142,34 @@ def attach(model: nnx.Module, states: Mapping[str, CompiledState]) -> None:
         modules[path].asap = AsapState(state, path=path)
 
 
-def _call(apply_kwargs: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
-    """The default forward, which calls the model on a batch."""
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The default forward, which calls the model on a batch; equal for equal keywords."""
 
-    def run(model, batch):
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, model: Any, batch: Any) -> Any:
         args, kwargs = records.split_batch(batch)
-        return model(*args, **{**kwargs, **apply_kwargs})
+        return model(*args, **{**kwargs, **dict(self.keywords)})
 
-    return run
+
+def _record(
+    run: Callable[[Any, Any], Any], graph: Any, state: Any, batch: Any
+) -> dict[str, Record]:
+    """Runs one forward pass and returns the records of its layers, by path."""
+    model = nnx.merge(graph, state)
+    # A trace that fails is not kept, so the next call checks again.
+    with records.observe() as observer:
+        run(model, batch)
+    recorded = {}
+    for path, layer in sinkhorn_layers(model).items():
+        (slot,) = layer.__captures__
+        if "record" in slot.get_value():
+            recorded[path] = slot.get_value()["record"]
+    lost = [path for path in observer.recorded if path not in recorded]
+    if lost:
+        raise ValueError(
+            f"layers {lost} ran but their records were dropped by a transform around them: "
+            f"{SCAN_HINT}"
+        )
+    return recorded

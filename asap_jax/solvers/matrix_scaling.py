@@ -11,7 +11,6 @@ the log domain, so an untrusted result is never returned.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -81,7 +80,7 @@ def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Ar
 
 
 def run(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures) -> Scaled:
-    """The closures from ``start``; ``run(...).weights()`` is ``log_domain.apply`` without values."""
+    """The closures from ``start``; its ``weights()`` are ``log_domain.apply`` without values."""
     side, active = closures.side, {"query": p.active("query"), "key": p.active("key")}
     matrix, near = exponentiate(p, start, closures)
     near = jnp.where(active[side], near, jnp.zeros_like(near))
@@ -134,7 +133,10 @@ def _run(side, num_steps, matrix, near, target, active):
 
     far = jnp.zeros_like(matrix[..., 0, :] if side == "query" else matrix[..., 0])
     state = (near, far, jnp.all(jnp.isfinite(near)))
-    state, steps = jax.lax.scan(pair, state, None, length=num_steps // 2)
+    if num_steps > 1:
+        state, steps = jax.lax.scan(pair, state, None, length=num_steps // 2)
+    else:  # jax.disable_jit runs no scan of length 0
+        steps = tuple(jnp.zeros_like(x, shape=(0, *x.shape)) for x in (near, far, near))
     if num_steps % 2:
         near, _, ok = state
         far, last = step(near, side)
@@ -165,7 +167,8 @@ def _loop_jvp(side, num_steps, primals, tangents):
         return (d_near, d_far), None
 
     state = (d_near, jnp.zeros_like(out_far))
-    state, _ = jax.lax.scan(pair, state, (fars, afters, pushed_far, pushed_near))
+    if num_steps > 1:
+        state, _ = jax.lax.scan(pair, state, (fars, afters, pushed_far, pushed_near))
     if num_steps % 2:
         pushed = _total(d_matrix, out_near, side) + _total(matrix, state[0], side)
         state = (state[0], slope(out_far, side) * pushed)

@@ -1,6 +1,7 @@
 """Attention functions in Flax's layout: the teacher, the compiled layer, softmax."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -334,3 +335,18 @@ def test_gradient_reaches_the_predictor(rng, x64):
     )
     exact, measured = problems.slope(loss, (bank, w), rng)
     np.testing.assert_allclose(exact, measured, rtol=1e-5)
+
+
+def test_layers_of_one_step_run_without_jit_as_with_it(rng):
+    q, k, v = problems.attention_inputs(rng)
+    one = functools.partial(aj.sinkhorn_attention, spec=aj.SinkhornSpec(num_steps=1))
+    spec, predictor = aj.SinkhornSpec(num_steps=4), predictor_of(rng)
+    compiled = functools.partial(
+        aj.asap_attention, spec=spec, predictor=predictor, closures="one_sided"
+    )
+    total = lambda q: jnp.sum(jnp.sin(aj.softmax_attention(q, k, v)))
+    calls = jax.grad(total), *(lambda q, f=f: f(q, k, v) for f in (one, compiled))
+    for call in calls:
+        with jax.disable_jit():
+            result = call(q)
+        chex.assert_trees_all_close(result, jax.jit(call)(q), atol=1e-5)

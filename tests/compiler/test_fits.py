@@ -78,8 +78,8 @@ def test_every_candidate_has_a_name_that_is_a_fit(name):
 
 # --------------------------------------------------------------------------- where settings belong
 
-PAPERS = [field.name for field in dataclasses.fields(aj.PaperFit)]
 AUTOS = [field.name for field in dataclasses.fields(aj.AutoFit)]
+PAPERS = [field.name for field in dataclasses.fields(aj.PaperFit) if field.name not in AUTOS]
 MOVED = [(name, "PaperFit") for name in PAPERS] + [(name, "AutoFit") for name in AUTOS]
 ENTRIES = {
     "linen.compile": lambda **k: aj.linen.compile(*teacher(), [], **k),

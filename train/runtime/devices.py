@@ -28,10 +28,11 @@ class Alone:
 
     name = "alone"
 
-    def __init__(self, batch_size: int):
+    def __init__(self, batch_size: int, parts: int = 1):
         """Raises UserError if there are several processes.
 
-        The other ways raise it if ``batch_size`` cannot be divided among the devices.
+        The other ways raise it if ``batch_size`` cannot be divided among the devices; ``Mapped``
+        also if the rows of a device cannot be divided into ``parts``, see ``train_step``.
         """
         if jax.process_count() > 1:
             raise UserError("--parallel alone is for one process: leave --coordinator out")
@@ -59,7 +60,7 @@ class Sharded(Alone):
 
     name = "jit"
 
-    def __init__(self, batch_size: int):
+    def __init__(self, batch_size: int, parts: int = 1):
         _check_divides(batch_size)
         mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self._whole = NamedSharding(mesh, PartitionSpec())
@@ -84,8 +85,16 @@ class Mapped(Alone):
 
     name = "pmap"
 
-    def __init__(self, batch_size: int):
+    def __init__(self, batch_size: int, parts: int = 1):
         _check_divides(batch_size)
+        devices = jax.device_count()
+        rows = batch_size // devices
+        if rows % parts:
+            raise UserError(
+                f"--parallel pmap gives {rows} of {batch_size} examples to each of {devices} "
+                f"devices, which --accumulate {parts} does not divide: choose a multiple of "
+                f"{devices * parts} with --batch-size, or --parallel jit"
+            )
         self._count = jax.local_device_count()
 
     def compile(self, step: Callable) -> Callable:  # noqa: D102

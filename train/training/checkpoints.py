@@ -24,22 +24,30 @@ from train.runtime.errors import UserError, need
 from train.training.step import TrainState
 
 NUM_KEPT = 2  # by default; older checkpoints are deleted
+FIRST_GENERATOR = "threefry2x32"  # of checkpoints that do not name theirs
 FULL_DISK = os.strerror(errno.ENOSPC)
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """The recipe, seed and step of a checkpoint.
+    """The recipe, seed, step and random generator of a checkpoint.
 
     Attributes:
       recipe: the recipe of the run.
       seed: the seed of the run.
       step: number of steps taken.
+      generator: JAX's random generator in the run, see ``random_generator``.
     """
 
     recipe: Recipe
     seed: int
     step: int
+    generator: str
+
+
+def random_generator() -> str:
+    """The name of JAX's default random generator, which fixes the size of a random key."""
+    return jax.config.jax_default_prng_impl
 
 
 class Checkpoints:
@@ -92,7 +100,12 @@ class Checkpoints:
                 f"{self.last_good()}"
             )
         args = self._orbax.args
-        about = {"recipe": recipe.to_json(), "seed": seed, "digest": digest(state)}
+        about = {
+            "recipe": recipe.to_json(),
+            "seed": seed,
+            "generator": random_generator(),
+            "digest": digest(state),
+        }
         try:
             self._manager.save(
                 step,
@@ -178,7 +191,8 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.folder} was written by an older version: "
                 f"train again in another folder"
             )
-        about = About(Recipe.from_json(stored["recipe"]), stored["seed"], step)
+        generator = stored.get("generator", FIRST_GENERATOR)
+        about = About(Recipe.from_json(stored["recipe"]), stored["seed"], step, generator)
         blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like(about))
         restored = self._manager.restore(
             step, args=args.Composite(state=args.StandardRestore(_parts(blank)))

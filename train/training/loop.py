@@ -18,7 +18,7 @@ from train.reporting import progress
 from train.runtime import devices
 from train.runtime.errors import UserError
 from train.training import amortized, factory, held_out, run_folder, step
-from train.training.checkpoints import NUM_KEPT, About, Checkpoints
+from train.training.checkpoints import NUM_KEPT, About, Checkpoints, random_generator
 from train.training.prefetch import Prefetch
 from train.training.teacher import Teacher, of_state
 
@@ -58,9 +58,10 @@ def train(
       way: ``"jit"``, ``"pmap"`` or ``"alone"``, see ``train.runtime.devices``.
 
     Raises:
-      UserError: there is a checkpoint but ``resume`` is False; the checkpoint has another recipe or
-        seed; the batch cannot be divided among the devices; the loss is not finite; the disk is
-        full; or the run was interrupted by Ctrl-C or SIGTERM, after it was saved.
+      UserError: another process trains in ``run``; there is a checkpoint but ``resume`` is False;
+        the checkpoint has another recipe, seed or random generator; the batch cannot be divided
+        among the devices; the loss is not finite; the disk is full; or the run was interrupted by
+        Ctrl-C or SIGTERM, after it was saved.
     """
     examples, rest = held_out.divide(recipe, examples)
     batches = Batches(examples, recipe.inputs, recipe.batch_size, seed)
@@ -72,7 +73,11 @@ def train(
     refresh = refresh_program(recipe, way)
     share = devices.share()
     make_batch = lambda index: tuple(map(layout.feed, batches.at(index, share)))
-    with Checkpoints(run, keep_checkpoints) as checkpoints, _stop_on_signal() as interrupted:
+    with (
+        run_folder.locked(run),
+        Checkpoints(run, keep_checkpoints) as checkpoints,
+        _stop_on_signal() as interrupted,
+    ):
         state, start = _start(checkpoints, create(jax.random.key(seed)), recipe, seed, resume)
         evaluator = _evaluator(recipe, rest, epoch_steps, state.best)
         whole = lambda state: _with_best(layout.read(state), evaluator)
@@ -139,7 +144,7 @@ def programs(
     Returns:
       The layout, ``create(key)`` and ``step(state, inputs, labels)``.
     """
-    layout = devices.WAYS[way](recipe.batch_size)
+    layout = devices.WAYS[way](recipe.batch_size, recipe.accumulate)
     tx = step.optimizer(recipe, epoch_steps)
     inputs = recipe.example_inputs()
     layers = amortized.training(recipe)
@@ -165,7 +170,7 @@ def refresh_program(recipe: Recipe, way: str) -> Callable | None:
     if layers is None:
         return None
     settings = dict(amortized=layers, accumulate=recipe.accumulate)
-    layout = devices.WAYS[way](recipe.batch_size)
+    layout = devices.WAYS[way](recipe.batch_size, recipe.accumulate)
     return layout.compile(functools.partial(amortized.refresh, **settings))
 
 
@@ -185,6 +190,10 @@ def _start(checkpoints, fresh, recipe, seed, resume) -> tuple[step.TrainState, i
         lines = differences(about.recipe, recipe)
         if about.seed != seed:
             lines.append(f"seed was {about.seed} and is now {seed}")
+        if about.generator != random_generator():
+            lines.append(
+                f"jax_default_prng_impl was {about.generator!r} and is now {random_generator()!r}"
+            )
         if lines:
             raise UserError(f"cannot resume {run}: {'; '.join(lines)}")
         return fresh

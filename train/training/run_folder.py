@@ -1,22 +1,57 @@
 """Run folders: a run writes its checkpoints, metrics, compiled layers and tables there."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
+from train.reporting import progress
 from train.runtime import devices
 from train.runtime.errors import UserError
 
 DEFAULT = pathlib.Path("runs")
 METRICS = "metrics.jsonl"
+LOCK = "lock"
 ARTEFACT = "compiled.npz"
 
 
 def folder(recipe_name: str, seed: int, chosen: str | os.PathLike | None = None) -> pathlib.Path:
     """The run's folder: ``chosen``, or ``runs/RECIPE-SEED``."""
     return pathlib.Path(chosen) if chosen is not None else DEFAULT / f"{recipe_name}-{seed}"
+
+
+@contextlib.contextmanager
+def locked(run: pathlib.Path) -> Iterator[None]:
+    """Keeps every other process from training in ``run``, until the block or the process ends.
+
+    On several hosts the first process holds the lock for all.
+
+    Raises:
+      UserError: another process trains in ``run``; in every process of this run.
+    """
+    with contextlib.ExitStack() as stack:
+        taken = False
+        if devices.is_first():
+            run.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((run / LOCK).open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                taken = True
+            except OSError as fault:  # a file system without locks
+                progress.console().print(
+                    f"cannot lock {run} ({fault.strerror}): do not start a second run in it",
+                    markup=False,
+                )
+        if devices.any_process(taken):
+            raise UserError(
+                f"another process is training in {run}: wait until it ends, or name another folder "
+                f"with --run"
+            )
+        yield
 
 
 class MetricsLog:

@@ -61,10 +61,8 @@ def _shapes(about: About) -> step.TrainState:
     tx = step.optimizer(about.recipe, 1)
     model, inputs = factory.build(about.recipe), about.recipe.example_inputs()
     layers = amortized.training(about.recipe)
-    best = about.recipe.keeps_best
-    return jax.eval_shape(
-        lambda: step.create(model, tx, inputs, jax.random.key(0), layers, keep_best=best)
-    )
+    best, key = about.recipe.keeps_best, jax.random.key(0, impl=about.generator)
+    return jax.eval_shape(lambda: step.create(model, tx, inputs, key, layers, keep_best=best))
 
 
 def of_state(recipe: Recipe, seed: int, state: step.TrainState) -> Teacher:

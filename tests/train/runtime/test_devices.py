@@ -81,6 +81,14 @@ def test_a_batch_that_cannot_be_divided_evenly_is_refused(way):
         way(7)
 
 
+def test_pmap_refuses_parts_that_do_not_divide_the_rows_of_a_device(recipe):
+    few = dataclasses.replace(recipe, batch_size=4, accumulate=4)
+    message = r"gives 2 of 4 examples to each of 2 devices, .* --accumulate 4 .* multiple of 8"
+    with pytest.raises(UserError, match=message):
+        loop.programs(few, 5, "pmap")
+    devices.Mapped(8, 4)
+
+
 def test_a_run_can_resume_with_the_other_parallel_way(recipe, examples, tmp_path):
     whole = loop.train(recipe, examples, tmp_path / "whole")
     loop.train(recipe, examples, tmp_path / "parts", stop_after=2)

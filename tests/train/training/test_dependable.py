@@ -94,6 +94,70 @@ def test_a_killed_run_resumes_to_the_same_bits(minute, examples, tmp_path):
     assert steps == sorted(set(steps))
 
 
+HOLD = """
+import pathlib, sys, time
+from train.training import run_folder
+with run_folder.locked(pathlib.Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_process_in_the_folder_of_a_run_is_refused_until_the_first_ends(
+    minute, examples, finished, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    root = tfds.PACKAGED.parent.parent.parent
+    command = [sys.executable, "-c", HOLD, str(run)]
+    first = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() == "locked\n"
+        with pytest.raises(UserError, match=f"another process is training in {run}: wait"):
+            loop.train(minute, examples, run, resume=True)
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    assert loop.train(minute, examples, run, resume=True).step == STEPS
+    assert load_teacher(run).step == STEPS
+
+
+def test_a_lock_ends_with_its_block(tmp_path):
+    for _ in range(2):
+        with run_folder.locked(tmp_path), pytest.raises(UserError, match=f" in {tmp_path}: wait"):
+            run_folder.locked(tmp_path).__enter__()
+
+
+def test_only_the_first_process_of_a_run_locks_its_folder(tmp_path, monkeypatch):
+    with run_folder.locked(tmp_path):
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+        with run_folder.locked(tmp_path):
+            pass
+
+
+def test_resuming_with_another_random_generator_is_refused_by_name(
+    minute, examples, finished, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    message = "jax_default_prng_impl was 'threefry2x32' and is now 'rbg'"
+    with jax.default_prng_impl("rbg"):
+        with pytest.raises(UserError, match=f"cannot resume .*{message}"):
+            loop.train(minute, examples, run, resume=True)
+        chex.assert_trees_all_equal(load_teacher(run).variables, finished[1].variables)
+    assert sorted(place.name for place in (run / "checkpoints").iterdir()) == ["10", "20"]
+    # A checkpoint of an older version, which does not name its generator, is of the default one.
+    for about in run.glob("checkpoints/*/about/*"):
+        if "generator" in about.read_text(errors="replace"):
+            stored = json.loads(about.read_text())
+            del stored["generator"]
+            about.write_text(json.dumps(stored))
+    assert loop.train(minute, examples, run, resume=True).step == STEPS
+    with jax.default_prng_impl("rbg"), pytest.raises(UserError, match=message):
+        loop.train(minute, examples, run, resume=True)
+
+
 @pytest.fixture(scope="module")
 def finished(minute, examples, tmp_path_factory):
     """A run with checkpoints at steps 10 and 20."""

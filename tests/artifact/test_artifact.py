@@ -2,11 +2,9 @@
 
 import dataclasses
 import functools
-import io
 import json
 import os
 import pathlib
-import pickle
 import subprocess
 import sys
 
@@ -186,7 +184,7 @@ STATES = {
         ),
         SPEC,
     ),
-    "both duals": aj.CompiledState(aj.DualPair(PAPER, KEY_SIDE, some(HEADS)), SPEC, "none"),
+    "both duals": aj.CompiledState(aj.DualPair(PAPER, KEY_SIDE, some()), SPEC, "none"),
     "bfloat16": aj.CompiledState(jax.tree.map(lambda x: x.astype(jnp.bfloat16), PAPER), SPEC),
 }  # fmt: skip
 
@@ -429,184 +427,6 @@ def test_save_accepts_only_compile_results(path):
     with pytest.raises(TypeError, match="result must be a CompileResult, got dict"):
         aj.save(path, linen_teacher()[1])
     assert not path.exists()
-
-
-# ---------------------------------------------------------------------------------- damaged files
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_file_is_refused(saved, share):
-    path, variables = saved
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(ValueError, match=f"{path.name}: not a complete asap_jax file"):
-        aj.load(path, like=variables)
-
-
-def test_flipped_bytes_never_load_as_another_model(saved):
-    path, variables = saved
-    whole, expected = path.read_bytes(), linen_teacher()[2].variables
-    rng = np.random.default_rng(0)
-    refused = 0
-    for place in rng.choice(len(whole), 300, replace=False):
-        damaged = bytearray(whole)
-        damaged[place] ^= 1 << rng.integers(8)
-        path.write_bytes(damaged)
-        try:
-            loaded = aj.load(path, like=variables)
-        except ValueError:
-            refused += 1
-        else:
-            chex.assert_trees_all_equal(loaded, expected)
-    assert refused > 200
-
-
-def archive(save, *arrays, **named):
-    buffer = io.BytesIO()
-    save(buffer, *arrays, **named)
-    return buffer.getvalue()
-
-
-FOREIGN = {
-    "random bytes": np.random.default_rng(0).bytes(500),
-    "text": b"hello",
-    "a pickle": pickle.dumps({"header": 1}),
-    "an npy": archive(np.save, np.ones(3)),
-    "another npz": archive(np.savez, weights=np.ones(3)),
-    "a pickled npz": archive(np.savez, header=np.array([{}], object)),
-    "an empty npz": archive(np.savez),
-    "a zip start": b"PK\x03\x04" + bytes(100),
-}
-
-
-@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
-def test_load_refuses_files_of_other_kinds(path, content):
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path.name}: not"):
-        aj.load(path, like=linen_teacher()[1])
-
-
-def test_a_refused_file_is_closed(saved):
-    """An open handle would warn when it is collected, and pin the file on some systems."""
-    path, variables = saved
-    path.write_bytes(path.read_bytes()[:-40])
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-    with pytest.raises(ValueError, match="not a complete asap_jax file") as error:
-        aj.load(path, like=variables)
-    if before is not None:
-        assert len(os.listdir("/proc/self/fd")) == before
-    assert error.value.__cause__ is not None
-
-
-def test_a_missing_file_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        aj.load(tmp_path / "nowhere", like=linen_teacher()[1])
-    with pytest.raises(OSError, match=tmp_path.name):
-        aj.load(tmp_path, like=linen_teacher()[1])
-
-
-def edited(path, change):
-    """The file with its header changed and its checksums in order."""
-    with np.load(path) as file:
-        arrays = dict(file)
-    header = json.loads(bytes(arrays.pop("header")))
-    header = change(header, arrays) or header
-    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    with open(path, "wb") as file:
-        np.savez(file, **arrays)
-
-
-COEFFICIENTS = f"{PATH}/predictor/head/coefficients"
-
-
-def state_of(header):
-    return header["layers"][PATH]["fields"]
-
-
-EDITS = {
-    "a later format": lambda h, a: h.update(format=99),
-    "no format": lambda h, a: h.pop("format") and None,
-    "no framework": lambda h, a: h.pop("framework") and None,
-    "no teacher": lambda h, a: h.pop("teacher") and None,
-    "no layers": lambda h, a: h.pop("layers") and None,
-    "layers of another kind": lambda h, a: h.update(layers=[1]),
-    "a layer of nothing": lambda h, a: h["layers"].update({PATH: None}),
-    "a layer of another type": lambda h, a: h["layers"].update({PATH: state_of(h)["spec"]}),
-    "an unknown type": lambda h, a: h["layers"][PATH].update(type="Unknown"),
-    "an unknown field": lambda h, a: state_of(h).update(colour="red"),
-    "a header that is a list": lambda h, a: [1, 2],
-    "an unknown ending": lambda h, a: state_of(h).update(closures="nine_sided"),
-    "a spec out of range": lambda h, a: state_of(h)["spec"]["fields"].update(num_steps=-3),
-    "a missing array": lambda h, a: a.pop(COEFFICIENTS)[:0].any() or None,
-    "an array of another shape": lambda h, a: a.update({COEFFICIENTS: np.ones(7, np.float32)}),
-    "an array of another dtype": lambda h, a: a.update({COEFFICIENTS: np.ones(3, np.int32)}),
-    "an array that is not finite": lambda h, a: a.update(
-        {COEFFICIENTS: np.full(3, np.nan, np.float32)}
-    ),
-}
-
-
-@pytest.mark.parametrize("change", EDITS.values(), ids=EDITS)
-def test_a_header_with_wrong_contents_is_refused(saved, change):
-    path, variables = saved
-    edited(path, lambda header, arrays: None)
-    chex.assert_trees_all_equal(aj.load(path, like=variables), linen_teacher()[2].variables)
-    edited(path, change)
-    with pytest.raises(ValueError, match=f"{path.name}|{PATH}|num_steps"):
-        aj.load(path, like=variables)
-
-
-def test_a_later_format_names_the_version_that_wrote_it(saved):
-    path, variables = saved
-    edited(path, lambda h, a: h.update(format=99, versions={**h["versions"], "asap_jax": "9.8"}))
-    with pytest.raises(ValueError, match="format 99 of asap_jax 9.8"):
-        aj.load(path, like=variables)
-
-
-def test_coefficients_of_a_shape_that_does_not_match_the_features_are_refused(saved):
-    path, variables = saved
-
-    def change(header, arrays):
-        arrays[COEFFICIENTS] = np.ones(7, np.float32)
-        head = state_of(header)["predictor"]["fields"]["head"]["fields"]
-        head["coefficients"]["shape"] = [7]
-
-    edited(path, change)
-    with pytest.raises(ValueError, match=rf"{PATH}.*7"):
-        aj.load(path, like=variables)
-
-
-# ------------------------------------------------------------------------------------ writing once
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_failed_write_leaves_the_old_file_unchanged(saved, monkeypatch, step):
-    path, variables = saved
-    before = path.read_bytes()
-
-    def fail(*args, **kwargs):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, step, fail)
-    with pytest.raises(OSError, match="no space left"):
-        aj.save(path, nnx_teacher()[1])
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    assert os.listdir(path.parent) == [path.name]
-    aj.load(path, like=variables)
-
-
-def test_saving_into_a_missing_folder_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        aj.save(tmp_path / "no" / "model", linen_teacher()[2])
-
-
-def test_saving_twice_gives_the_same_file(saved):
-    path, _ = saved
-    before = path.read_bytes()
-    aj.save(str(path), linen_teacher()[2])
-    assert path.read_bytes() == before
-    assert os.listdir(path.parent) == [path.name]
 
 
 # ------------------------------------------------------------------------------- what else takes it
