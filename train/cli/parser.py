@@ -6,7 +6,7 @@ import pathlib
 import sys
 
 from train import bench
-from train.cli import amortize_options, commands, fit_options
+from train.cli import amortize_options, commands, fit_options, table_command
 from train.data.tfds import VARIABLE
 from train.evaluation import compile_teacher
 from train.recipes import catalogue, schema
@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     _add_study(subs)
     _add_refresh(subs)
     _add_bench(subs)
+    table_command.add(subs)
     return top
 
 

@@ -1,0 +1,113 @@
+"""Accuracy of models that were trained with one family of attention."""
+
+import dataclasses
+from collections.abc import Callable
+
+import asap_jax as aj
+from train.evaluation import fidelity
+from train.models.vit import AttentionFactory
+from train.recipes.schema import Recipe
+from train.study import cache
+from train.study.paper.runs import FOLDER, Models, Run
+from train.study.paper.summary import Spread
+from train.study.teacher_figures import sample
+from train.training import factory
+from train.training.teacher import accuracy, predict
+
+SOFT = {"soft, init": 1e-3, "soft, sharp": 1e-6}
+"""From a soft evaluation of ESP to SoftSort's temperature, the last of its schedule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One row of trained models.
+
+    Attributes:
+      name: the row's label, as in the paper.
+      attention: family of the recipe.
+      steps: another number of Sinkhorn steps, or None.
+      evaluation: None for the recipe's own, or a key of ``SOFT``.
+    """
+
+    name: str
+    attention: str
+    steps: int | None = None
+    evaluation: str | None = None
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe that trains it."""
+        changed = dataclasses.replace(recipe, attention=self.attention)
+        if self.steps is None:
+            return changed
+        spec = dataclasses.replace(recipe.spec, num_steps=self.steps)
+        return dataclasses.replace(changed, spec=spec)
+
+    def factory(self, recipe: Recipe) -> AttentionFactory:
+        """The attention of its evaluation."""
+        if self.evaluation is None:
+            return factory.attention(recipe.attention, recipe.spec)
+        settings = dict(temperature=SOFT[self.evaluation], padding=recipe.spec.padding)
+        return lambda layer: aj.linen.EspAttention(**settings)
+
+
+TRANSFORMER = Family("Transformer", "softmax")
+DIFF = Family("DiffTransformer", "diff")
+ESP = Family("ESPFormer", "esp")
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyLine:
+    """The accuracy of one family over its seeds, and the number of test examples."""
+
+    name: str
+    published: str
+    accuracy: Spread
+    examples: int
+
+
+def measure(
+    family: Family,
+    recipe: Recipe,
+    models: Models,
+    variant: str,
+    test_examples: int | None,
+    report: Callable[[str], None],
+) -> FamilyLine:
+    """Trains the models of a family that are missing, and gives their accuracy.
+
+    Args:
+      family: what to train.
+      recipe: the recipe with Sinkhorn attention.
+      models: the trained models.
+      variant: names changed settings of the recipe in the run folders.
+      test_examples: number of test examples; None for all.
+      report: called with what is being done.
+    """
+    changed = family.recipe(recipe)
+    if family.steps is not None:
+        variant = f"{variant}-S{family.steps}"
+    scores, examples = [], 0
+    for run in models.runs(changed, variant):
+        report(f"{family.name}: {run.path.name}")
+        score, examples = score_of(run, family, test_examples)
+        scores.append(score)
+    return FamilyLine(family.name, family.name, Spread.of(scores), examples)
+
+
+def score_of(run: Run, family: Family, test_examples: int | None) -> tuple[float, int]:
+    """Accuracy of one model and the number of test examples, measured or read."""
+
+    def evaluate() -> list:
+        test = run.split.test
+        test = sample(test, len(test) if test_examples is None else test_examples)
+        model = factory.build(run.recipe, family.factory(run.recipe))
+        inputs = run.recipe.inputs.prepare(test)
+        logits = predict(fidelity.jitted(model), run.teacher.variables, inputs)
+        return [accuracy(logits, test.labels), len(test)]
+
+    settings = cache.settings_of(
+        run.about, examples=test_examples, evaluation=family.evaluation or "own"
+    )
+    name = f"accuracy-{settings['evaluation'].replace(', ', '-')}.json"
+    path = run.path / FOLDER / name
+    return cache.cached(path, settings, evaluate, tuple, again=False)
