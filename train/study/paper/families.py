@@ -1,6 +1,7 @@
 """Accuracy of models that were trained with one family of attention."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 
 import asap_jax as aj
@@ -12,6 +13,7 @@ from train.study.paper.runs import FOLDER, Models, Run
 from train.study.paper.summary import Spread
 from train.study.teacher_figures import sample
 from train.training import factory
+from train.training.run_folder import METRICS
 from train.training.teacher import accuracy, predict
 
 SOFT = {"soft, init": 1e-3, "soft, sharp": 1e-6}
@@ -42,10 +44,10 @@ class Family:
         spec = dataclasses.replace(recipe.spec, num_steps=self.steps)
         return dataclasses.replace(changed, spec=spec)
 
-    def factory(self, recipe: Recipe) -> AttentionFactory:
-        """The attention of its evaluation."""
+    def factory(self, recipe: Recipe) -> AttentionFactory | None:
+        """The attention of its evaluation; None for that of the recipe."""
         if self.evaluation is None:
-            return factory.attention(recipe.attention, recipe.spec)
+            return None
         settings = dict(temperature=SOFT[self.evaluation], padding=recipe.spec.padding)
         return lambda layer: aj.linen.EspAttention(**settings)
 
@@ -57,12 +59,16 @@ ESP = Family("ESPFormer", "esp")
 
 @dataclasses.dataclass(frozen=True)
 class FamilyLine:
-    """The accuracy of one family over its seeds, and the number of test examples."""
+    """The accuracy of one family over its seeds, and the number of test examples.
+
+    ``curve`` is the held-out loss of the first seed while it trained: pairs of step and nats.
+    """
 
     name: str
     published: str
     accuracy: Spread
     examples: int
+    curve: list[tuple[int, float]]
 
 
 def measure(
@@ -86,12 +92,19 @@ def measure(
     changed = family.recipe(recipe)
     if family.steps is not None:
         variant = f"{variant}-S{family.steps}"
-    scores, examples = [], 0
-    for run in models.runs(changed, variant):
+    scores, examples, runs = [], 0, models.runs(changed, variant)
+    for run in runs:
         report(f"{family.name}: {run.path.name}")
         score, examples = score_of(run, family, test_examples)
         scores.append(score)
-    return FamilyLine(family.name, family.name, Spread.of(scores), examples)
+    curve = held_out_loss(runs[0])
+    return FamilyLine(family.name, family.name, Spread.of(scores), examples, curve)
+
+
+def held_out_loss(run: Run) -> list[tuple[int, float]]:
+    """Step and held-out loss of every evaluation of a run; empty if it did not evaluate."""
+    lines = map(json.loads, (run.path / METRICS).read_text().splitlines())
+    return [(x["step"], x["held_out_loss"]) for x in lines if "held_out_loss" in x]
 
 
 def score_of(run: Run, family: Family, test_examples: int | None) -> tuple[float, int]:

@@ -66,16 +66,34 @@ def error_by_slices(lines: Sequence[Line]) -> Any:
     return figure
 
 
-def accuracies(trained: Sequence[FamilyLine], lines: Sequence[Line]) -> Any:
-    """Accuracy of every row, with the deviation over the seeds."""
+Curves = Mapping[str, Sequence[tuple[int, float]]]
+
+
+def accuracies(trained: Sequence[FamilyLine], lines: Sequence[Line], curves: Curves) -> Any:
+    """Accuracy of every row, with the deviation over the seeds; beside it the held-out losses."""
     pairs = [(one.name, one.accuracy) for one in (*trained, *lines) if one.accuracy is not None]
-    return bars(dict(pairs), "accuracy (%)")
+    if not curves:
+        return bars(dict(pairs), "accuracy (%)")
+    figure = blank(15, 1 + 0.28 * len(pairs), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_bars(left, dict(pairs), "accuracy (%)")
+    for name, curve in curves.items():
+        right.plot(*zip(*curve, strict=True), label=name, linewidth=1.4)
+    right.set_xlabel("step", color=INK)
+    right.set_ylabel("held-out loss (nats)", color=INK)
+    right.legend(frameon=False)
+    _frame(right)
+    return figure
 
 
 def bars(values: Mapping[str, Spread], label: str) -> Any:
     """A horizontal bar in percent for every row; the axis begins a little below the lowest."""
     figure = blank(9, 1 + 0.28 * len(values), layout="constrained")
-    axes = figure.subplots()
+    _draw_bars(figure.subplots(), values, label)
+    return figure
+
+
+def _draw_bars(axes, values: Mapping[str, Spread], label: str) -> None:
     means = [100 * value.mean for value in values.values()]
     errors = [100 * value.std for value in values.values()]
     colours = [_colour(name) for name in values]
@@ -87,7 +105,6 @@ def bars(values: Mapping[str, Spread], label: str) -> Any:
     axes.tick_params(labelsize=8)
     axes.set_xlabel(label, color=INK)
     _frame(axes)
-    return figure
 
 
 def growth(found: Mapping[int, Mapping[str, Profile]], label: str) -> Any:

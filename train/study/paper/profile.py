@@ -22,12 +22,14 @@ class Profile:
 
     Attributes:
       gib: memory of the compiled program with arguments and results, None if it did not compile.
+      device_gib: the device's peak of memory in use, if it counts it and this program raised it.
       milliseconds, std: mean and sample deviation of the timed calls, None if it did not run.
       calls: number of timed calls.
       reason: why it did not run.
     """
 
     gib: float | None
+    device_gib: float | None = None
     milliseconds: float | None = None
     std: float = 0.0
     calls: int = 0
@@ -41,8 +43,11 @@ class Profile:
         return mean if self.calls < 2 else f"{mean} ± {form.format(self.std / share)}"
 
     def memory(self) -> str:
-        """Its memory in GiB as text."""
-        return OOM if self.gib is None else f"{self.gib:.3f}"
+        """Its memory in GiB as text; the device's own count in brackets."""
+        if self.gib is None:
+            return OOM
+        counted = "" if self.device_gib is None else f" ({self.device_gib:.3f})"
+        return f"{self.gib:.3f}{counted}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +88,11 @@ def profile(
                 if program.carries
                 else functools.partial(compiled, *program.arguments)
             )
-            failed = _first_call(call)
-            if failed:
-                found[name] = dataclasses.replace(found[name], reason=failed)
-            else:
+            before = _device_peak()
+            failed, after = _first_call(call), _device_peak()
+            raised = after / GIB if after > before else None
+            found[name] = dataclasses.replace(found[name], device_gib=raised, reason=failed)
+            if not failed:
                 calls[name] = call
     settings = dict(rounds=ROUNDS, warmups=WARMUPS, at_most=at_most)
     for name, times in (timing.samples(calls, **settings) if calls else {}).items():
@@ -135,6 +141,11 @@ def _first_call(call: Callable[[], Any]) -> str:
     return ""
 
 
+def _device_peak() -> int:
+    """The most bytes that the first device has ever had in use; 0 if it does not count them."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
 def _exhausted(fault: Exception) -> str:
     """``OOM`` for an error of memory; other errors are raised again."""
     if "RESOURCE_EXHAUSTED" not in str(fault) and "out of memory" not in str(fault).lower():
@@ -147,7 +158,8 @@ def facts(at_most: float = AT_MOST) -> dict[str, str]:
     return {
         "time": f"mean ± deviation of {ROUNDS} calls after {WARMUPS} warm-ups, rows in turn; a row "
         f"is called less often if that takes more than {at_most:g} s",
-        "memory": "of the compiled program: arguments, results and temporaries, in GiB",
+        "memory": "of the compiled program: arguments, results and temporaries, in GiB; in "
+        "brackets the device's own peak, where it counts one and this row raised it",
         "OOM": "does not fit; on a CPU the limit is "
         f"{LIMIT_GIB:g} GiB ({machine.cores()} cores here)",
     }

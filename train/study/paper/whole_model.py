@@ -100,10 +100,9 @@ def run(table: Resources, models: Models, report: Callable[[str], None]) -> Resu
     ours += (f"forward {unit}", "forward GiB")
     headings = ["row", *ours, *(f"paper: {name}" for name in table.columns if name)]
     values = {"train": trained, "forward": forward, "examples": len(labels)}
-    missing = ["peak memory from the device's own counters"]
     draw = functools.partial(plots.resources, trained, forward)
     tables = [Table(headings, body)]
-    return Result(table.name, table.label, table.title, tables, facts, values, missing, draw)
+    return Result(table.name, table.label, table.title, tables, facts, values, (), draw)
 
 
 def families(recipe: Recipe) -> dict[str, AttentionFactory]:
