@@ -33,6 +33,7 @@ class AccuracyTable:
       choose: from the teachers' spec and the preset to the rows on the frozen teacher.
       shorter: factor by which the small preset trains for fewer epochs than its recipe.
       missing: what the table does not have.
+      sampled: the small preset measures on some of the test examples only.
       curves: whether the paper plots the validation losses of the trained rows.
     """
 
@@ -45,6 +46,7 @@ class AccuracyTable:
     choose: Callable[[aj.SinkhornSpec, Preset], list[Row]]
     shorter: int = 1
     missing: tuple[str, ...] = ()
+    sampled: bool = False
     curves: bool = False
 
 
@@ -102,6 +104,7 @@ def cifar(preset: Preset) -> AccuracyTable:
         _replaced(_OWN_NAME, _L32),
         shorter=4,
         missing=stand_in,
+        sampled=True,
         curves=True,
     )
 
@@ -123,6 +126,7 @@ CATS = AccuracyTable(
     _replaced(_OWN_NAME, _CATS),
     shorter=4,
     missing=("memory of a training step is in table catsdogs_resources",),
+    sampled=True,
 )
 
 
@@ -140,13 +144,15 @@ def run(table: AccuracyTable, models: Models, report: Callable[[str], None]) -> 
     if preset.name == "small" and table.shorter > 1:
         recipe = shortened(recipe, table.shorter)
         variant = f"-{recipe.epochs}epochs"
+    count = preset.test_examples if table.sampled else None
     trained = [
-        families.measure(family, recipe, models, variant, None, report) for family in table.families
+        families.measure(family, recipe, models, variant, count, report)
+        for family in table.families
     ]
     chosen = table.choose(recipe.spec, preset)
     teachers = []
     for one in models.runs(recipe, variant):
-        teachers.append(Frozen(one, None))
+        teachers.append(Frozen(one, count))
         replacement.measure(teachers[-1], chosen, True, report)
     lines = [line(row, teachers, recipe.spec, score=True) for row in chosen]
     facts = replacement.facts_of(lines, teachers)
