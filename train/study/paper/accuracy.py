@@ -137,13 +137,19 @@ def shortened(recipe: Recipe, factor: int) -> Recipe:
     return dataclasses.replace(recipe, epochs=epochs, drops=drops)
 
 
+def recipe_of(table: AccuracyTable, models: Models) -> tuple[Recipe, str]:
+    """The recipe of a table in this preset, and the name of its changes in the run folders."""
+    recipe = models.recipe(table.recipe)
+    if models.preset.name != "small" or table.shorter == 1:
+        return recipe, ""
+    recipe = shortened(recipe, table.shorter)
+    return recipe, f"-{recipe.epochs}epochs"
+
+
 def run(table: AccuracyTable, models: Models, report: Callable[[str], None]) -> Result:
     """Trains the missing models, measures the missing rows, and makes the table."""
-    preset, variant = models.preset, ""
-    recipe = models.recipe(table.recipe)
-    if preset.name == "small" and table.shorter > 1:
-        recipe = shortened(recipe, table.shorter)
-        variant = f"-{recipe.epochs}epochs"
+    preset = models.preset
+    recipe, variant = recipe_of(table, models)
     count = preset.test_examples if table.sampled else None
     trained = [
         families.measure(family, recipe, models, variant, count, report)
