@@ -34,6 +34,8 @@ def check(results: Results) -> list[Claim]:
         *_budgets(results),
         *_design(results),
         _sizes(results),
+        *_patches(results),
+        _runtime(results),
         _resources(results),
         _switch(results),
     ]
@@ -170,6 +172,36 @@ def _sizes(results: Results) -> Claim:
         changes[f"{kind} {values}"] = (high - low) / high
     figures = "; ".join(f"{name} ({100 * change:.1f} %)" for name, change in changes.items())
     return _claim(text, max(changes.values()) < 0.1, figures)
+
+
+def _patches(results: Results) -> list[Claim]:
+    """Agreement with the MNIST teacher: ASAP against Sinkhorn with S=3."""
+    text = "shallow MNIST, patch {}: ASAP agrees with its teacher more often than Sinkhorn with S=3"
+    table = "mnist_replacement"
+    if table not in results:
+        return [_claim(text.format("2 to 14"), None, f"table {table} is missing")]
+    found = []
+    for patch, lines in results[table]["patches"].items():
+        rows = {row["published"]: row["agreement"]["mean"] for row in lines}
+        asap, budget = rows["ASAP"], rows["Sinkhorn normalizer (S=3)"]
+        figures = f"{100 * asap:.2f} % and {100 * budget:.2f} %"
+        found.append(_claim(text.format(patch), asap > budget, figures))
+    return found
+
+
+def _runtime(results: Results) -> Claim:
+    """Time of one layer at the largest length: ASAP-LS-0 against Sinkhorn with S=3 and S=20."""
+    text = "one layer at the largest length: ASAP-LS-0 is faster than Sinkhorn with S=3 and S=20"
+    table = "runtime_speedup"
+    if table not in results:
+        return _claim(text, None, f"table {table} is missing")
+    length, rows = max(results[table]["lengths"].items(), key=lambda item: int(item[0]))
+    names = (results[table]["base"], "Sinkhorn (S=3)", "Sinkhorn (S=20)")
+    times = [rows[name]["milliseconds"] for name in names]
+    if None in times:
+        return _claim(text, None, f"N={length}: not all rows ran")
+    figures = "; ".join(f"{name}: {ms:.1f} ms" for name, ms in zip(names, times, strict=True))
+    return _claim(text, times[0] < min(times[1:]), f"N={length}: {figures}")
 
 
 def _resources(results: Results) -> Claim:

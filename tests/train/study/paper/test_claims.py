@@ -69,3 +69,43 @@ def test_the_calibration_size_hardly_matters_below_a_tenth():
     text = "calibration size hardly matters: the error changes by less than a tenth"
     assert verdicts(table(1.05, 1.0))[text].verdict == "held"
     assert verdicts(table(1.2, 1.0))[text].verdict == "not held"
+
+
+def test_patches_and_lengths_are_compared_one_by_one():
+    def patch(asap, budget):
+        names = {"ASAP": asap, "Sinkhorn normalizer (S=3)": budget}
+        return [{"published": name, "agreement": spread(x)} for name, x in names.items()]
+
+    times = {"base": 1.0, "Sinkhorn (S=3)": 2.0, "Sinkhorn (S=20)": 9.0}
+    slow = {**times, "base": 3.0}
+    as_rows = lambda found: {name: {"milliseconds": ms} for name, ms in found.items()}
+    found = verdicts(
+        {
+            "mnist_replacement": {"patches": {"7": patch(0.97, 0.8), "14": patch(0.7, 0.8)}},
+            "runtime_speedup": {
+                "base": "base",
+                "lengths": {"500": as_rows(slow), "2000": as_rows(times)},
+            },
+        }
+    )
+    text = "shallow MNIST, patch {}: ASAP agrees with its teacher more often than Sinkhorn with S=3"
+    assert [found[text.format(patch)].verdict for patch in (7, 14)] == ["held", "not held"]
+    runtime = next(one for name, one in found.items() if name.startswith("one layer"))
+    assert runtime.verdict == "held"
+    assert runtime.figures.startswith("N=2000: base: 1.0 ms")
+
+
+def test_exact_sorting_must_restore_both_sums_and_change_predictions():
+    def table(row_error, change):
+        errors = lambda row, change: {
+            "row_error": row,
+            "column_error": row,
+            "prediction_change": change,
+        }
+        operators = {"soft": errors(0.05, 0.0), "hard": errors(row_error, change)}
+        return {"esp_soft_hard_switch": {"operators": operators}}
+
+    text = "exact hard sorting restores the marginals of ESP and changes predictions"
+    assert verdicts(table(1e-7, 0.3))[text].verdict == "held"
+    assert verdicts(table(0.06, 0.3))[text].verdict == "not held"
+    assert verdicts(table(1e-7, 0.0))[text].verdict == "not held"
