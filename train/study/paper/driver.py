@@ -40,14 +40,11 @@ def run_table(name: str, models: Models, out: pathlib.Path) -> Result:
     return result
 
 
-def run_all(
-    models: Models, out: pathlib.Path, names: Sequence[str] = tuple(TABLES)
-) -> dict[str, str]:
+def run_all(models: Models, out: pathlib.Path) -> dict[str, str]:
     """Makes the tables one after the other; one that fails does not stop the others.
 
     Args:
       models, out: see ``run_table``.
-      names: keys of ``TABLES``.
 
     Returns:
       From the name of a table that failed to the reason.
@@ -55,7 +52,7 @@ def run_all(
     Raises:
       Stopped: Ctrl-C.
     """
-    screen = progress.console()
+    screen, names = progress.console(), tuple(TABLES)
     failed: dict[str, str] = {}
     began = time.perf_counter()
     for index, name in enumerate(names):

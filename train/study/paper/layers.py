@@ -94,11 +94,11 @@ def runtime_programs(length: int) -> dict[str, Program]:
     """The forward pass of every row at one length."""
     inputs = gaussians((1, length, WIDTH), 1)[0]
     model = _layer(aj.linen.SinkhornAttention(TEACHER))
-    variables = jax.jit(model.init)(jax.random.key(0), inputs)
+    variables = {"params": jax.jit(model.init)(jax.random.key(0), inputs)["params"]}
     examples = gaussians((FIT_BATCH, length, WIDTH), FIT_EXAMPLES // FIT_BATCH)
     programs = {}
     for row in fitted_rows((32,)):
-        compiled, _ = fitted(model, TEACHER, variables, examples, row)
+        compiled, _ = fitted(model, variables, examples, row)
         programs[row.name] = Program(model.apply, (compiled, inputs))
     bank = aj.slice_directions(0, ESP_SLICES, HEAD_DIM)
     esp = functools.partial(aj.esp_attention, directions=bank, inverse_temperature=10.0)
@@ -132,7 +132,7 @@ def fitted_rows(slices: tuple[int, ...]) -> list[rows.Compiled]:
 
 
 def fitted(
-    model: nn.Module, spec: aj.SinkhornSpec, variables: dict, batches: list, row: rows.Compiled
+    model: nn.Module, variables: dict, batches: list, row: rows.Compiled
 ) -> tuple[dict, float]:
     """Variables with the compiled layer of a row, and the seconds of its second fit."""
     options = aj.Options(row.fit, row.fitted_closures, row.ending, holdout=0.0)
@@ -233,10 +233,9 @@ def flash_programs(length: int) -> tuple[dict[str, Program], dict[str, float]]:
             )
             programs[f"Sinkhorn (S={steps}){suffix}"] = Program(attend, inputs)
     model = Bare(spec)
-    variables = model.init(jax.random.key(0), *inputs)
     batches = [tensors(1 + i, FIT_BATCH) for i in range(FIT_EXAMPLES // FIT_BATCH)]
     seconds = {}
     for row in fitted_rows((8, 16, 32)):
-        compiled, seconds[row.name] = fitted(model, spec, variables, batches, row)
+        compiled, seconds[row.name] = fitted(model, {}, batches, row)
         programs[row.name] = Program(model.apply, (compiled, *inputs))
     return programs, seconds

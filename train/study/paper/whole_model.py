@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
+import flax.linen as nn
 import jax
 import numpy as np
 
@@ -152,17 +153,22 @@ def forward_programs(recipe: Recipe, inputs: np.ndarray, seed: int) -> dict[str,
     programs = {}
     for name, attention in (families(recipe) | more).items():
         model = factory.build(recipe, attention)
-        variables = jax.jit(model.init)(jax.random.key(seed), inputs[:1])
+        variables = _parameters(model, inputs, seed)
         programs[name] = Program(model.apply, (variables, inputs))
     model = factory.build(recipe)
-    variables = jax.jit(model.init)(jax.random.key(seed), inputs[:1])
-    for name, compiled in compiled_variables(model, recipe.spec, variables, [inputs]).items():
+    variables = _parameters(model, inputs, seed)
+    for name, compiled in compiled_variables(model, variables, [inputs]).items():
         programs[name] = Program(model.apply, (compiled, inputs))
     return programs
 
 
+def _parameters(model: nn.Module, inputs: np.ndarray, seed: int) -> dict:
+    """Fresh parameters; other collections that the initialisation makes are left out."""
+    return {"params": jax.jit(model.init)(jax.random.key(seed), inputs[:1])["params"]}
+
+
 def compiled_variables(
-    model, spec: aj.SinkhornSpec, variables: dict, batches: Sequence[np.ndarray]
+    model: nn.Module, variables: dict, batches: Sequence[np.ndarray]
 ) -> dict[str, dict]:
     """Variables with compiled layers, by row; their time does not depend on the coefficients."""
     fits = [

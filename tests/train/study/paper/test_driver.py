@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from train.cli import parser
+from train.cli import parser, table_command
 from train.reporting.table import Table
 from train.runtime.errors import Stopped, UserError
 from train.study.paper import catalogue, driver
@@ -61,9 +61,8 @@ def _broken(models, report):
 def tables(monkeypatch):
     """Three tables in the place of all."""
     chosen = {"bad": _entry(_bad), "broken": _entry(_broken), "good": _entry(_good)}
-    monkeypatch.setattr(catalogue, "TABLES", chosen)
-    monkeypatch.setattr(driver, "TABLES", chosen)
-    monkeypatch.setattr(driver.run_all, "__defaults__", (tuple(chosen),))
+    for module in (catalogue, driver, table_command):
+        monkeypatch.setattr(module, "TABLES", chosen)
     return chosen
 
 
