@@ -86,11 +86,11 @@ TABLES: dict[str, Entry] = {
     "catsdogs_resources": Entry(
         "time and memory of the whole Cats and Dogs ViT, train step and forward",
         "nothing",
-        10,
+        15,
         functools.partial(whole_model.run, whole_model.CATS),
     ),
     "runtime_speedup": Entry(
-        "forward time of one layer at growing lengths", "nothing", 6, layers.runtime
+        "forward time of one layer at growing lengths", "nothing", 15, layers.runtime
     ),
     "flashsinkhorn_control": Entry(
         "unit-norm inputs: dense loop, tiles and compiled layers", "nothing", 4, layers.flash

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -89,10 +90,13 @@ def profile(
                 else functools.partial(compiled, *program.arguments)
             )
             before = _device_peak()
-            failed, after = _first_call(call), _device_peak()
+            seconds, failed = _first_call(call)
+            after = _device_peak()
             raised = after / GIB if after > before else None
             found[name] = dataclasses.replace(found[name], device_gib=raised, reason=failed)
-            if not failed:
+            if seconds >= at_most:  # so slow that its first call is its measurement
+                found[name] = dataclasses.replace(found[name], milliseconds=1e3 * seconds, calls=1)
+            elif not failed:
                 calls[name] = call
     settings = dict(rounds=ROUNDS, warmups=WARMUPS, at_most=at_most)
     for name, times in (timing.samples(calls, **settings) if calls else {}).items():
@@ -132,13 +136,14 @@ def _carrying(compiled: Callable, program: Program) -> Callable[[], Any]:
     return call
 
 
-def _first_call(call: Callable[[], Any]) -> str:
-    """Runs a call once; the reason if the device had too little memory for it."""
+def _first_call(call: Callable[[], Any]) -> tuple[float, str]:
+    """The seconds of one call; 0 and the reason if the device had too little memory for it."""
+    began = time.perf_counter()
     try:
         jax.block_until_ready(call())
     except jax.errors.JaxRuntimeError as fault:
-        return _exhausted(fault)
-    return ""
+        return 0.0, _exhausted(fault)
+    return time.perf_counter() - began, ""
 
 
 def _device_peak() -> int:

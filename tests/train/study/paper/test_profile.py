@@ -38,6 +38,13 @@ def test_what_does_not_fit_is_a_mark():
     assert found["double"].milliseconds > 0
 
 
+def test_a_slow_program_is_called_once():
+    one = profiling.profile({"double": DOUBLE}, at_most=0.0)["double"]
+    assert (one.calls, one.std) == (1, 0.0)
+    assert one.milliseconds > 0
+    assert "±" not in one.time()
+
+
 def test_other_errors_are_not_hidden():
     def fail(x):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
