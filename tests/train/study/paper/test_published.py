@@ -58,7 +58,7 @@ def test_the_mean_of_a_cell(text, value):
 
 
 def test_every_frozen_row_and_column_of_the_paper_is_in_our_table():
-    spec = recipes.IMDB.spec
+    spec = recipes.RECIPES["imdb"].spec
     for table in frozen_tables.TABLES.values():
         theirs = published.tables()[table.label]
         ours = {rows.published(row) for row in table.choose(spec, PAPER)}
@@ -71,7 +71,7 @@ def test_every_frozen_row_and_column_of_the_paper_is_in_our_table():
     "table", [accuracy.text("ag_news"), accuracy.cifar(PAPER), accuracy.CATS], ids=lambda t: t.name
 )
 def test_every_downstream_row_of_the_paper_is_in_our_table(table):
-    spec = recipes.CATS_VS_DOGS.spec
+    spec = recipes.RECIPES["cats_vs_dogs"].spec
     ours = {family.name for family in table.families}
     ours |= {rows.published(row) for row in table.choose(spec, PAPER)}
     theirs = published.tables()[table.label]
@@ -80,9 +80,9 @@ def test_every_downstream_row_of_the_paper_is_in_our_table(table):
 
 
 def test_every_row_of_the_other_tables_is_in_our_table():
-    ours = {rows.published(row) for row in mnist.chosen_rows(recipes.MNIST.spec, PAPER)}
+    ours = {rows.published(row) for row in mnist.chosen_rows(recipes.RECIPES["mnist"].spec, PAPER)}
     assert set(published.tables()[mnist.LABEL]) <= ours
-    models = set(whole_model.families(recipes.IMDB)) | {"ESPFormer (Hard)"}
+    models = set(whole_model.families(recipes.RECIPES["imdb"])) | {"ESPFormer (Hard)"}
     for table in (whole_model.IMDB, whole_model.CATS):
         assert set(published.tables()[table.label]) <= models
     control = set(layers.PUBLISHED.values())
