@@ -11,6 +11,7 @@ from train.study.paper import profile as profiling
 from train.study.paper.profile import Profile, Program
 from train.study.paper.result import Result, beside
 from train.study.paper.runs import Models
+from train.study.paper.stored_profiles import Measured, measured
 
 HEADS, HEAD_DIM, SLICES = 8, 64, 64
 SEQUENCE = ("esp_training_sequence", "tab:esp_training_sequence")
@@ -52,12 +53,20 @@ def programs(batch: int, length: int, slices: int) -> dict[str, Program]:
     return found | {"ESP (exact sort), forward": Program(exact, inputs)}
 
 
+def _measured(
+    models: Models, table: str, size: int, shape: tuple[int, int, int]
+) -> dict[str, Profile]:
+    """The profiles of all rows at one shape, measured or read."""
+    measure = lambda: Measured(profiling.profile(programs(*shape)))
+    return measured(models, table, str(size), measure).profiles
+
+
 def sequence(models: Models, report: Callable[[str], None]) -> Result:
     """Batch 1 and 64 slices at growing lengths."""
     found = {}
     for length in models.preset.esp_lengths:
         report(f"N={length}")
-        found[length] = profiling.profile(programs(1, length, SLICES))
+        found[length] = _measured(models, SEQUENCE[0], length, (1, length, SLICES))
     name, label = SEQUENCE
     body = [
         [f"N={length}", row, one.time(), one.memory(), *_theirs(label, f"N={length}", row)]
@@ -90,7 +99,7 @@ def slice_count(models: Models, report: Callable[[str], None]) -> Result:
     found: dict[int, dict[str, Profile]] = {}
     for slices in models.preset.esp_slices:
         report(f"{slices} slices")
-        found[slices] = profiling.profile(programs(4, 197, slices))
+        found[slices] = _measured(models, COUNT[0], slices, (4, 197, slices))
     name, label = COUNT
     body = [
         [str(slices), row, one.time(), one.memory()]

@@ -17,6 +17,7 @@ from train.study.paper.fits import solve
 from train.study.paper.profile import Profile, Program
 from train.study.paper.result import Result, beside
 from train.study.paper.runs import Models
+from train.study.paper.stored_profiles import Measured, measured
 from train.study.paper.summary import MISSING
 
 WIDTH, HEADS, HEAD_DIM = 1024, 8, 64
@@ -35,7 +36,8 @@ def runtime(models: Models, report: Callable[[str], None]) -> Result:
     found = {}
     for length in models.preset.lengths:
         report(f"N={length}")
-        found[length] = profiling.profile(runtime_programs(length))
+        measure = lambda length=length: Measured(profiling.profile(runtime_programs(length)))
+        found[length] = measured(models, RUNTIME[0], str(length), measure).profiles
     name, label = RUNTIME
     base = "ASAP-LS-0 (L=32)"
     names = list(next(iter(found.values())))
@@ -159,8 +161,8 @@ def flash(models: Models, report: Callable[[str], None]) -> Result:
     found, seconds = {}, {}
     for length in models.preset.flash_lengths:
         report(f"N={length}")
-        programs, seconds[length] = flash_programs(length)
-        found[length] = profiling.profile(programs)
+        both = measured(models, FLASH[0], str(length), functools.partial(_measure_flash, length))
+        found[length], seconds[length] = both.profiles, both.fit_seconds
     name, label = FLASH
     longest = max(found)
     columns = [f"N={length} (ms)" for length in found] + ["N=4096 (GB)"]
@@ -196,6 +198,11 @@ def flash(models: Models, report: Callable[[str], None]) -> Result:
     draw = functools.partial(plots.growth, found, "tokens N")
     missing = [*_not_run(found, FLASH_LENGTHS), "a fused kernel (rows of tiles in its place)"]
     return Result(name, label, title, [Table(headings, body)], facts, values, missing, draw)
+
+
+def _measure_flash(length: int) -> Measured:
+    programs, seconds = flash_programs(length)
+    return Measured(profiling.profile(programs), seconds)
 
 
 PUBLISHED = {

@@ -19,6 +19,7 @@ from train.study.paper.fits import solve
 from train.study.paper.profile import Profile, Program
 from train.study.paper.result import Result, beside
 from train.study.paper.runs import FULL, Models
+from train.study.paper.stored_profiles import Measured, measured
 from train.study.paper.summary import MISSING
 from train.training import factory, step
 
@@ -69,23 +70,16 @@ CATS = Resources(
 
 def run(table: Resources, models: Models, report: Callable[[str], None]) -> Result:
     """Measures one table; nothing is trained."""
-    preset = models.preset
-    if table is IMDB:
-        recipe = models.recipe("imdb")
-        examples = models.run(recipe, models.seeds[0]).split.train.take(slice(preset.text_batch))
-        inputs, labels = recipe.inputs.prepare(examples), examples.labels
-        source = f"the first {len(labels)} training texts"
-    else:
-        recipe = catalogue.find("cats_vs_dogs", FULL)
-        rng = np.random.default_rng(0)
-        shape = (preset.image_batch, *recipe.inputs.shape)
-        inputs = rng.standard_normal(shape, np.float32)
-        labels = rng.integers(0, recipe.num_classes, preset.image_batch).astype(np.int32)
-        source = f"{preset.image_batch} random images, the paper's ViT in every preset"
+    recipe, count, source = _subject(table, models)
+    batch = functools.cache(lambda: _batch(table, models, recipe))
     report("train steps")
-    trained = profiling.profile(train_programs(recipe, inputs, labels))
+    steps = lambda: Measured(profiling.profile(train_programs(recipe, *batch())))
+    trained = measured(models, table.name, "train", steps).profiles
     report("forward passes")
-    forward = profiling.profile(forward_programs(recipe, inputs, models.seeds[0]))
+    passes = lambda: Measured(
+        profiling.profile(forward_programs(recipe, batch()[0], models.seeds[0]))
+    )
+    forward = measured(models, table.name, "forward", passes).profiles
     facts = {
         "model": f"{recipe.name} ({recipe.preset}): {recipe.model.depth} layer(s), "
         f"{recipe.model.num_heads} heads of {recipe.model.head_dim}; {source}",
@@ -94,16 +88,38 @@ def run(table: Resources, models: Models, report: Callable[[str], None]) -> Resu
         f"computes the batch in {ESP_PARTS} parts, as in the paper",
         **profiling.facts(),
     }
-    share = len(labels) if table.per_example else 1
+    share = count if table.per_example else 1
     body = [_cells(name, trained, forward, share, table) for name in forward]
     unit = "ms/example" if table.per_example else "ms"
     ours = (f"train {unit}", "train GiB", "train time / S=10", "train memory / S=10")
     ours += (f"forward {unit}", "forward GiB")
     headings = ["row", *ours, *(f"paper: {name}" for name in table.columns if name)]
-    values = {"train": trained, "forward": forward, "examples": len(labels)}
+    values = {"train": trained, "forward": forward, "examples": count}
     draw = functools.partial(plots.resources, trained, forward)
     tables = [Table(headings, body)]
     return Result(table.name, table.label, table.title, tables, facts, values, (), draw)
+
+
+def _subject(table: Resources, models: Models) -> tuple[Recipe, int, str]:
+    """The recipe, the number of examples of a batch, and what they are."""
+    preset = models.preset
+    if table is IMDB:
+        count = preset.text_batch
+        return models.recipe("imdb"), count, f"the first {count} training texts"
+    count = preset.image_batch
+    source = f"{count} random images, the paper's ViT in every preset"
+    return catalogue.find("cats_vs_dogs", FULL), count, source
+
+
+def _batch(table: Resources, models: Models, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels."""
+    if table is IMDB:
+        split = models.run(recipe, models.seeds[0]).split
+        examples = split.train.take(slice(models.preset.text_batch))
+        return recipe.inputs.prepare(examples), examples.labels
+    rng, count = np.random.default_rng(0), models.preset.image_batch
+    images = rng.standard_normal((count, *recipe.inputs.shape), np.float32)
+    return images, rng.integers(0, recipe.num_classes, count).astype(np.int32)
 
 
 def families(recipe: Recipe) -> dict[str, AttentionFactory]:
