@@ -124,6 +124,8 @@ def growth(found: Mapping[int, Mapping[str, Profile]], label: str) -> Any:
                 panels[1].plot(n, gib, "x", color=curve.get_color(), markersize=11)
     for panel, unit in zip(panels, ("milliseconds", "GiB"), strict=True):
         panel.set_xscale("log")
+        panel.set_xticks(list(found), labels=list(map(str, found)))
+        panel.set_xticks([], minor=True)
         _dress(panel, label, unit)
     handles, labels = panels[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
