@@ -38,13 +38,19 @@ def test_more_examples_than_there_are_is_an_error(minute, examples):
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "closures", "same"),
-    [(5, "two_sided", 3), (5, "one_sided", 2), (20, "two_sided", 4)],
+    ("num_steps", "closures", "same", "keys"),
+    [
+        (5, "two_sided", 3, 6),
+        (5, "one_sided", 2, 6),
+        (20, "two_sided", 4, 6),
+        (20, "two_sided", 4, 4),
+    ],
 )
-def test_a_residual_fit_without_residual_is_sinkhorn(num_steps, closures, same):
+def test_a_residual_fit_without_residual_is_sinkhorn(num_steps, closures, same, keys):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, 1, 6, 2, 4)))
-    spec = aj.SinkhornSpec(num_steps=num_steps)
+    mask = (jnp.arange(6) < keys)[None, None, None, :]  # padded text: padded queries stay
+    spec = aj.SinkhornSpec(num_steps=num_steps, key_mass="unit")
     predictor = aj.Predictor(
         directions=aj.slice_directions(0, 3, 4),
         coefficients=jnp.ones(3),
@@ -55,8 +61,8 @@ def test_a_residual_fit_without_residual_is_sinkhorn(num_steps, closures, same):
     zero = fits.with_zero_coefficients(variables)["asap"]["layer"]["state"]
     assert all(np.all(x == 0) for x in jax.tree.leaves(zero.predictor.head))
     settings = dict(predictor=zero.predictor, spec=spec, closures=closures)
-    ours = aj.asap_attention(q, k, v, return_weights=True, **settings)
+    ours = aj.asap_attention(q, k, v, None, mask, return_weights=True, **settings)
     plain = dataclasses.replace(spec, num_steps=same)
-    theirs = aj.sinkhorn_attention(q, k, v, spec=plain, return_weights=True)
+    theirs = aj.sinkhorn_attention(q, k, v, None, mask, spec=plain, return_weights=True)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)

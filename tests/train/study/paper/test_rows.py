@@ -62,3 +62,13 @@ def test_rows_share_figures_when_only_their_labels_differ():
     assert rows.key(one) == rows.key(other)
     assert rows.key(one) != rows.key(rows.least_squares(101)[0])
     assert rows.key(one) != rows.key(rows.least_squares(100)[1])
+
+
+def test_every_row_has_its_counts():
+    for table in frozen_tables.TABLES.values():
+        for row in table.choose(COLUMNS, SMALL):
+            passes, calls = row.passes(COLUMNS), row.calls(COLUMNS)
+            direct = "both duals" in row.name
+            assert (passes == 0) == direct, row.name
+            assert calls >= 1
+            assert (row.final_update(COLUMNS) == "none") == direct, row.name
