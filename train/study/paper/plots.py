@@ -9,7 +9,13 @@ from train.study.paper.families import FamilyLine
 from train.study.paper.profile import Profile
 from train.study.paper.summary import Line, Spread
 
-COLOURS = {"ASAP": "#d55e00", "Sinkhorn": "#0072b2", "Moments": "#009e73", "Codebook": "#cc9900"}
+COLOURS = {
+    "ASAP": "#d55e00",
+    "Sink": "#0072b2",
+    "Moments": "#009e73",
+    "Codebook": "#cc9900",
+    "ESP": "#aa3377",
+}
 OTHER = "#6b7280"
 MARKERS = "osv^D<>phX*P"
 
@@ -144,7 +150,6 @@ def resources(trained: Mapping[str, Profile], forward: Mapping[str, Profile]) ->
             ]
             panel.barh(list(found), values, color=[_colour(name) for name in found])
             panel.invert_yaxis()
-            panel.set_xscale("log")
             panel.set_title(title, fontsize=10, loc="left", color=INK)
             panel.set_xlabel(unit, color=INK)
             panel.tick_params(labelsize=8)
