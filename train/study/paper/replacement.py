@@ -9,7 +9,7 @@ from train.study.paper import plots, rows
 from train.study.paper.columns import COLUMNS
 from train.study.paper.frozen import Frozen
 from train.study.paper.frozen_tables import RECIPE, FrozenTable
-from train.study.paper.presets import CASE_BATCHES, CASE_EXAMPLES, ROUNDS, WARMUPS
+from train.study.paper.presets import CASE_EXAMPLES, ROUNDS, WARMUPS
 from train.study.paper.result import Result, beside
 from train.study.paper.rows import Row
 from train.study.paper.runs import Models
@@ -89,10 +89,11 @@ def facts_of(lines: Sequence[Line], teachers: Sequence[Frozen]) -> dict[str, str
     """What the figures of a table were measured on."""
     about, recipe = teachers[0].run.about, teachers[0].run.recipe
     count = lines[0].metrics["rel_l2"].count
+    batches = count // (recipe.model.depth * len(teachers))  # fewer for a small test split
     facts = {
         "teachers": f"recipe {recipe.name} ({recipe.preset}), S={recipe.spec.num_steps}, "
         f"{recipe.model.depth} layer(s), {about.train} training {about.unit}",
-        "cases": f"{count}: {CASE_BATCHES} test batches of {CASE_EXAMPLES} {about.unit} at every "
+        "cases": f"{count}: {batches} test batches of {CASE_EXAMPLES} {about.unit} at every "
         f"layer of {len(teachers)} teacher(s); errors are mean ± sample deviation over the cases",
         "M": f"the first M of {about.train} training {about.unit}, all of them in the fit",
         "fit time": "teacher's forward passes, sums and solution, second fit without compilation; "
