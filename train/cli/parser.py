@@ -13,6 +13,7 @@ from train.cli import (
     esp_command,
     evaluate_options,
     fit_options,
+    table_command,
 )
 from train.data.tfds import VARIABLE
 from train.evaluation import compile_teacher
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     _add_study(subs)
     _add_refresh(subs)
     _add_bench(subs)
+    table_command.add(subs)
     return top
 
 

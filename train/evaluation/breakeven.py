@@ -50,14 +50,15 @@ def report(table: FidelityTable, fit_seconds: float, spec: aj.SinkhornSpec) -> l
     for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided")):
         for baseline in ("teacher", "Sinkhorn S=3"):
             saved = table.row(baseline).milliseconds - table.row(name).milliseconds
-            lines.append(
-                BreakEven(
-                    name,
-                    baseline,
-                    aj.attention.num_closures(closures, "query", spec),
-                    fit_seconds,
-                    saved,
-                    1e3 * fit_seconds / saved if saved > 0 else math.inf,
-                )
-            )
+            number = aj.attention.num_closures(closures, "query", spec)
+            lines.append(break_even(name, baseline, number, fit_seconds, saved))
     return lines
+
+
+def break_even(
+    operator: str, baseline: str, closures: int, fit_seconds: float, saved_milliseconds: float
+) -> BreakEven:
+    """The break-even point of one operator; the arguments are the fields of ``BreakEven``."""
+    pays = saved_milliseconds > 0
+    batches = 1e3 * fit_seconds / saved_milliseconds if pays else math.inf
+    return BreakEven(operator, baseline, closures, fit_seconds, saved_milliseconds, batches)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -28,7 +29,8 @@ class Operator:
       model: the linen module with this operator.
       variables: variables of the module; the parameters are the teacher's in every row.
       attend: ``attend(state, query, key, value, bias, mask)`` gives ``(output, weights)`` of a
-        layer, on inputs in Flax's layout. ``state`` is the layer's compiled state, or None.
+        layer, on inputs in Flax's layout; with ``return_weights=False`` only the output. ``state``
+        is the layer's compiled state, or None.
       calls: softmax attention calls that a layer needs if it stores no N x M array, see
         ``asap_jax.fitting.fidelity.sinkhorn_calls``.
       states: compiled states by layer path; empty for operators without compiled layers.
@@ -37,7 +39,7 @@ class Operator:
     name: str
     model: nn.Module
     variables: dict
-    attend: Callable[..., tuple[jax.Array, jax.Array]]
+    attend: Callable[..., Any]
     calls: int
     states: Mapping[tuple[str, ...], aj.CompiledState] = dataclasses.field(default_factory=dict)
 
@@ -131,8 +133,8 @@ def _softmax(name, recipe, variables) -> Operator:
     return Operator(name, model, params, _attend_softmax, calls=1)
 
 
-def _attend_softmax(state, *inputs):
-    return aj.softmax_attention(*inputs, return_weights=True)
+def _attend_softmax(state, *inputs, return_weights=True):
+    return aj.softmax_attention(*inputs, return_weights=return_weights)
 
 
 def _sinkhorn(name, recipe, variables, spec) -> Operator:
@@ -143,24 +145,24 @@ def _sinkhorn(name, recipe, variables, spec) -> Operator:
 
 @functools.cache
 def _attend_sinkhorn(spec):
-    def attend(state, *inputs):
-        return aj.sinkhorn_attention(*inputs, spec=spec, return_weights=True)
+    def attend(state, *inputs, return_weights=True):
+        return aj.sinkhorn_attention(*inputs, spec=spec, return_weights=return_weights)
 
     return attend
 
 
 @functools.cache
-def attend_compiled(spec: aj.SinkhornSpec) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def attend_compiled(spec: aj.SinkhornSpec) -> Callable[..., Any]:
     """The ``attend`` of compiled layers, see ``Operator``."""
 
-    def attend(state, *inputs):
+    def attend(state, *inputs, return_weights=True):
         return aj.asap_attention(
             *inputs,
             predictor=state.predictor,
             spec=spec,
             closures=state.closures,
             ending=state.ending,
-            return_weights=True,
+            return_weights=return_weights,
         )
 
     return attend

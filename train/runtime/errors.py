@@ -10,6 +10,10 @@ class UserError(Exception):
     """An error that the user can fix; its one-line message says how."""
 
 
+class Stopped(UserError):
+    """The user stopped the program, with Ctrl-C or SIGTERM; the message says how to continue."""
+
+
 def need(module: str) -> types.ModuleType:
     """Imports a module of the ``train`` extra.
 

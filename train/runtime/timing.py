@@ -24,6 +24,7 @@ def samples(
     calls: Mapping[str, Callable[[], object]],
     *,
     rounds: int = 30,
+    warmups: int = 1,
     at_most: float | None = None,
     window: float = 0.0,
     after_round: Callable[[int], None] = lambda index: None,
@@ -31,12 +32,13 @@ def samples(
     """Milliseconds of every timed call of each candidate.
 
     Every round calls every candidate once, and every round starts with another candidate.  If the
-    machine is slow for a while, all candidates suffer alike.  A first round, for compilation, is
-    not timed.
+    machine is slow for a while, all candidates suffer alike.  The first rounds, for compilation,
+    are not timed.
 
     Args:
       calls: from a name to a function that returns JAX arrays. The time includes waiting for them.
       rounds: timed calls of each candidate.
+      warmups: calls of each candidate before them, at least one.
       at_most: seconds to spend on one candidate. A slow candidate is called in fewer rounds. If its
         warm-up call already takes this long, that call is its only measurement, so the candidates
         must be compiled beforehand.
@@ -49,6 +51,9 @@ def samples(
       From the names to milliseconds, one for each call.
     """
     warm = {name: _milliseconds(call) for name, call in calls.items()}
+    for _ in range(warmups - 1):
+        quick = [name for name, ms in warm.items() if at_most is None or ms < 1e3 * at_most]
+        warm |= {name: _milliseconds(calls[name]) for name in quick}
     after_round(1)
     num_rounds = dict.fromkeys(calls, rounds)
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -16,7 +16,7 @@ from train.data.examples import Batches, Examples
 from train.recipes.schema import Recipe, differences
 from train.reporting import progress
 from train.runtime import devices
-from train.runtime.errors import UserError
+from train.runtime.errors import Stopped, UserError
 from train.training import amortized, factory, held_out, run_folder, step
 from train.training.checkpoints import NUM_KEPT, About, Checkpoints, random_generator
 from train.training.prefetch import Prefetch
@@ -121,7 +121,7 @@ def train(
                 if stop or count == last_step or count % (save_every * epoch_steps) == 0:
                     checkpoints.save(whole(state), recipe, seed)
                 if stop:
-                    raise UserError(
+                    raise Stopped(
                         f"stopped and saved at step {count} of {total}: resume with the same "
                         f"command and --run {run} --resume"
                     )

@@ -1,0 +1,69 @@
+"""The result of one table, and how it is printed and written."""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from train.reporting.figure import save
+from train.reporting.table import Report, Table
+from train.runtime import machine
+from train.study.paper import published
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One table of the paper with our figures.
+
+    Attributes:
+      name: name on the command line.
+      label: label of the table or figure in the paper.
+      title: one line on what it is.
+      tables: the tables to print.
+      facts: what the figures were measured on.
+      values: the figures as JSON values, for the results page.
+      missing: what the paper's table has and this one has not, one sentence each.
+      figure: draws the picture, None for no picture.
+    """
+
+    name: str
+    label: str
+    title: str
+    tables: Sequence[Table]
+    facts: Mapping[str, str]
+    values: Mapping[str, Any]
+    missing: Sequence[str] = ()
+    figure: Callable[[], Any] | None = None
+
+    def report(self, preset: str, seeds: Sequence[int]) -> Report:
+        """The report, with the command, the preset, the seeds, the date and the machine."""
+        facts = {
+            "paper": f"{self.label}; columns that begin with paper are its own figures",
+            "preset": preset,
+            "seeds": ", ".join(map(str, seeds)),
+            **self.facts,
+            "missing": "; ".join(self.missing) or "nothing",
+            "date": time.strftime("%Y-%m-%d"),
+            **machine.facts(),
+        }
+        values = {"table": self.name, "label": self.label, "missing": list(self.missing)}
+        values |= {"preset": preset, "seeds": list(seeds), **self.values}
+        tables = [
+            dataclasses.replace(table, title=table.title or self.title) for table in self.tables
+        ]
+        return Report(self.title, tables, facts, values)
+
+    def write(
+        self, out: pathlib.Path, preset: str, seeds: Sequence[int]
+    ) -> tuple[pathlib.Path, ...]:
+        """Writes ``NAME.md`` and ``NAME.json``, and ``NAME.png`` if there is a picture."""
+        written = self.report(preset, seeds).write(out, self.name)
+        if self.figure is None:
+            return written
+        return (*written, save(self.figure(), out / f"{self.name}.png"))
+
+
+def beside(label: str, row: str, columns: Sequence[str]) -> list[str]:
+    """The paper's cells of a row, for the columns of our table that the paper has."""
+    return [published.cell(label, row, column) for column in columns]
