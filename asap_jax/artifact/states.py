@@ -77,6 +77,8 @@ def _check_shapes(state: CompiledState) -> None:
     predictors = [one.predictor]
     if isinstance(one.predictor, DualPair):
         predictors = [one.predictor.query, one.predictor.key]
+    if not all(hasattr(f, "num_features") for p in predictors for f in p.features):
+        return  # a family of the user's own may not say how many features it has
     heads = max(_num_heads(p) for p in predictors)
     length = max(2 if p.token_bias is None else p.token_bias.shape[-1] for p in predictors)
     head_dim = _head_dim(predictors[0])

@@ -146,7 +146,8 @@ def zero_rel_l2(
     continued = spec.ended(ending)
     side, log_target = continued.side_before_end(closures), p.log_key_target(spec.key_mass)
     zero = jnp.zeros_like(p.tokens(side, spec.padding).own[..., 0])
-    weights = log_domain.apply(p, zero, log_target, Closures(side, closures, spec.epsilon))
+    scored = dataclasses.replace(p, v=None)
+    weights = log_domain.apply(scored, zero, log_target, Closures(side, closures, spec.epsilon))
     assert p.v is not None
     if continued != spec:
         weights = row_mass.row_sums(p, spec) * weights
