@@ -16,6 +16,8 @@ import numpy as np
 from asap_jax import checks
 
 MASKED_BIAS = -1e8
+LARGEST_BIAS = 1e6
+"""Largest bias that leaves float32 scores a tenth of their unit."""
 
 
 class Validity(NamedTuple):
@@ -56,17 +58,36 @@ def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None
     Entries <= -1e8 are masked, and so is the most negative finite value of a narrower dtype.
     Both results broadcast to the scores ``shape``. The mask is None if the bias has concrete
     values that mask nothing.
+
+    Raises:
+      TypeError, ValueError: dtype or shape that does not fit. ValueError also for concrete values
+        that are +inf or NaN, or that are larger than 1e6 and not masked: float32 scores plus such a
+        bias have lost their digits. Traced values are not checked; +inf or NaN then spoils the rows
+        and columns that it is added to.
     """
     if bias is None:
         return None, None
     array = checks.real_array("bias", bias)
     checks.broadcasts_to("bias", array.shape, "scores", shape)
     limit = max(MASKED_BIAS, float(jnp.finfo(array.dtype).min))
-    concrete = not isinstance(array, jax.core.Tracer)  # a constant is concrete inside jit too
-    if concrete and not (np.asarray(array) <= limit).any():
-        return array, None
+    if not isinstance(array, jax.core.Tracer):  # a constant is concrete inside jit too
+        values = np.asarray(array)
+        hidden = values <= limit
+        _check_sizes(values, hidden)
+        if not hidden.any():
+            return array, None
     masked = array <= limit
     return jnp.where(masked, jnp.zeros_like(array), array), ~masked
+
+
+def _check_sizes(bias: np.ndarray, hidden: np.ndarray) -> None:
+    largest = LARGEST_BIAS if bias.dtype != np.float64 else np.finfo(np.float64).max
+    wrong = ~(hidden | (np.abs(bias) <= largest))
+    if wrong.any():
+        value = bias[wrong][0]
+        raise ValueError(
+            f"bias must be within +-{largest:g}, or <= {MASKED_BIAS:g} where it masks, got {value}"
+        )
 
 
 def combine(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

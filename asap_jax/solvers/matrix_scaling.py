@@ -22,6 +22,8 @@ from asap_jax.scores import largest_score
 from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import AXIS, OTHER, Closures
 
+SMALL = 2**18
+"""Largest number of kernel entries of a problem that is computed as softmax attention."""
 REACH = 32.0
 """Largest absolute exponent, start included, that is exponentiated without dividing peaks out."""
 FLOOR = 1e-14
@@ -55,7 +57,7 @@ class Scaled(NamedTuple):
 
 def apply(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures) -> jax.Array:
     """As ``log_domain.apply``, by matrix-vector products where they can be trusted."""
-    if closures.num_calls == 1:  # softmax attention, which compilers know
+    if is_small_softmax(p, closures):
         return log_domain.apply(p, start, log_target, closures)
 
     @jax.checkpoint
@@ -69,6 +71,16 @@ def apply(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closure
     # checkpoint: compute the log kernel again there rather than store a second large array.
     log = jax.checkpoint(lambda: log_domain.apply(p, start, log_target, closures))
     return jax.lax.cond(shared_across_vmap(ok), lambda: out, log)
+
+
+def is_small_softmax(p: Problem, closures: Closures) -> bool:
+    """Whether XLA on CPUs may compute the closures in one pass: softmax attention, short inputs.
+
+    For longer inputs that pass is slower than exponentials and products one after the other.
+    """
+    n, m = p.score_shape[-2:]
+    known = isinstance(n, int) and isinstance(m, int)
+    return closures.num_calls == 1 and not (known and n * m > SMALL)
 
 
 def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Array:

@@ -59,9 +59,8 @@ class ClosedPlan(NamedTuple):
         lead, n, m = p.q.shape[:-2], p.q.shape[-2], p.k.shape[-2]
         name = registry.choose(self.implementation, p, self.closures)
         rows = registry.IMPLEMENTATIONS[name].block or n
-        softmax = self.closures.num_calls == 1 and not registry.IMPLEMENTATIONS[name].block
-        limit = batching.SOFTMAX_ELEMENTS if softmax else batching.ELEMENTS
-        step = batching.group_sizes(lead, min(rows, n) * m, limit.get(jax.default_backend()))
+        limit = registry.largest_group(name, p, self.closures)
+        step = batching.group_sizes(lead, min(rows, n) * m, limit)
         return _mix(p, self.start, self.closures, self.key_mass, name, step)
 
 
@@ -97,7 +96,10 @@ def _mix(
     implementation, lead = registry.IMPLEMENTATIONS[name], p.q.shape[:-2]
 
     def mix(p, start):
-        return implementation.apply(p, start, p.log_key_target(key_mass), closures)
+        assert p.v is not None
+        power = _power(p.v)
+        p = dataclasses.replace(p, v=power * p.v)
+        return implementation.apply(p, start, p.log_key_target(key_mass), closures) / power
 
     if implementation.recompute:
         mix = jax.checkpoint(mix)
@@ -111,6 +113,16 @@ def _mix(
         return batching.map_groups(mix, (p, scaling), p.q.shape[:-2], step)
 
     return _map_groups(start_and_mix, p, (), (*step[:-1], *lead[-1:]))
+
+
+def _power(values: jax.Array) -> jax.Array:
+    """Powers of two ``(..., 1, 1)``: 1, but small for problems with huge values.
+
+    Values times scalings, and sums of them, are then within the range of the dtype.
+    """
+    quarter = int(jnp.finfo(values.dtype).maxexp) // 4
+    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), (-2, -1), keepdims=True)
+    return jnp.where(largest > 2.0**quarter, 2.0 ** (-3 * quarter), 1.0).astype(values.dtype)
 
 
 def _map_groups(function: Callable, p: Problem, rest: tuple, step: tuple[int, ...]) -> jax.Array:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from asap_jax.problem import Problem
-from asap_jax.solvers import log_domain, matrix_scaling, tiled
+from asap_jax.solvers import batching, log_domain, matrix_scaling, tiled
 from asap_jax.solvers.closures import Closures
 from asap_jax.solvers.flash import choice, loop
 
@@ -68,3 +68,10 @@ def choose(name: str, p: Problem, closures: Closures, *, weights: bool = False) 
     n, m = p.q.shape[-2], p.k.shape[-2]
     known = isinstance(n, int) and isinstance(m, int) and not weights
     return "streaming" if known and n * m >= LARGEST_KERNEL else "scaling"
+
+
+def largest_group(name: str, p: Problem, closures: Closures) -> float | None:
+    """Largest number of kernel entries to compute at once; None for no limit."""
+    softmax = name == "scaling" and matrix_scaling.is_small_softmax(p, closures)
+    limits = batching.SOFTMAX_ELEMENTS if softmax else batching.ELEMENTS
+    return limits.get(jax.default_backend())

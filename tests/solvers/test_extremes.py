@@ -1,0 +1,88 @@
+"""Huge values and settings: the right answer, or an error that names the setting."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import asap_jax as aj
+
+FORMS = ("log", "scaling", "streaming")
+SHAPE = (2, 9, 3, 4)
+
+
+def inputs(rng, size):
+    """Queries, keys, and values of one head near ``size``; the other heads have values near 1."""
+    q, k, v = (rng.normal(size=SHAPE).astype("f") for _ in range(3))
+    v[:, :, 1] = size * rng.uniform(0.5, 1, size=v[:, :, 1].shape)
+    return q, k, v
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_near_the_end_of_float32_give_the_right_output(rng, form, num_steps):
+    for size in (1e36, 3e38):
+        q, k, v = inputs(rng, size)
+        function = functools.partial(
+            aj.sinkhorn_attention, spec=aj.SinkhornSpec(num_steps), implementation=form
+        )
+        out = np.asarray(jax.jit(function)(q, k, v), np.float64)
+        expected, _ = reference.sinkhorn_layer(q, k, v, num_steps=num_steps)
+        scale = np.abs(expected).max((0, 1, 3), keepdims=True)
+        # An output beyond float32 cannot be represented; no other is lost.
+        fits = np.abs(expected) < np.finfo(np.float32).max
+        np.testing.assert_allclose((out / scale)[fits], (expected / scale)[fits], atol=2e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_constant_values_are_returned_by_rows_that_sum_to_one(rng, form):
+    q, k, _ = inputs(rng, 1.0)
+    v = np.full(SHAPE, 3e38, np.float32)
+    for spec in (aj.SinkhornSpec(1), aj.SinkhornSpec(3)):
+        out = aj.sinkhorn_attention(q, k, v, spec=spec, implementation=form)
+        np.testing.assert_allclose(np.asarray(out, np.float64) / 3e38, 1, rtol=2e-6)
+
+
+def test_gradients_of_huge_values_are_finite(rng):
+    q, k, v = inputs(rng, 1e36)
+    loss = lambda q, k, v: jnp.sum(aj.sinkhorn_attention(q, k, v, spec=aj.SinkhornSpec(3)) * 1e-36)
+    gradients = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    assert all(bool(jnp.isfinite(g).all()) for g in gradients)
+
+
+@pytest.mark.parametrize("value", [1e-38, 1e39, 1e-20])
+def test_settings_that_overflow_are_refused_by_name(rng, value):
+    q, k, v = inputs(rng, 1.0)
+    for name in ("epsilon", "scale"):
+        with pytest.raises(ValueError, match=f"{name} must be between"):
+            aj.SinkhornSpec(**{name: value})
+    with pytest.raises(ValueError, match="scale must be between"):
+        aj.softmax_attention(q, k, v, scale=value)
+    with pytest.raises(ValueError, match="scale must be between"):
+        aj.scores(q, k, scale=value)
+    with pytest.raises(ValueError, match="epsilon must be between"):
+        aj.key_ctransform(np.zeros((2, 3)), np.zeros(2), epsilon=value)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 1e30, -9.9e7])
+def test_a_bias_that_spoils_float32_scores_is_refused(rng, value):
+    q, k, v = inputs(rng, 1.0)
+    bias = np.zeros((2, 3, 9, 9), np.float32)
+    bias[0, 1, 2, 3] = value
+    with pytest.raises(ValueError, match="bias must be within"):
+        aj.sinkhorn_attention(q, k, v, bias, spec=aj.SinkhornSpec(4))
+
+
+def test_a_traced_bias_of_infinity_spoils_only_its_own_problem(rng):
+    q, k, v = inputs(rng, 1.0)
+    bias = np.zeros((2, 3, 9, 9), np.float32)
+    clean = aj.sinkhorn_attention(q, k, v, bias, spec=aj.SinkhornSpec(4))
+    bias[0, 1, 2, 3] = np.inf
+    out = jax.jit(lambda bias: aj.sinkhorn_attention(q, k, v, bias, spec=aj.SinkhornSpec(4)))(bias)
+    others = np.ones((2, 3), bool)
+    others[0, 1] = False
+    heads = lambda x: np.moveaxis(np.asarray(x), 2, 1)[others]
+    np.testing.assert_allclose(heads(out), heads(clean), atol=1e-6)
