@@ -81,7 +81,8 @@ def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None
 
 
 def _check_sizes(bias: np.ndarray, hidden: np.ndarray) -> None:
-    largest = LARGEST_BIAS if bias.dtype != np.float64 else np.finfo(np.float64).max
+    most = float(jnp.finfo(bias.dtype).max)
+    largest = most if bias.dtype == np.float64 else min(LARGEST_BIAS, most)
     wrong = ~(hidden | (np.abs(bias) <= largest))
     if wrong.any():
         value = bias[wrong][0]
