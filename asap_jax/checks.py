@@ -105,24 +105,24 @@ def positive_float(name: str, value: Any) -> float:
     return number
 
 
-LARGEST = 1e18
-"""Largest factor of scores, and of their inverse: the product of two is within float32."""
+LARGEST_FACTOR = 1e18
+"""Largest ``scale`` or ``1 / epsilon``: the product of two such factors is within float32."""
 
 
-def factor(name: str, value: Any) -> float:
+def score_factor(name: str, value: Any) -> float:
     """A Python float > 0 that may multiply or divide float32 scores (ValueError otherwise)."""
     number = positive_float(name, value)
-    if not 1 / LARGEST <= number <= LARGEST:
+    if not 1 / LARGEST_FACTOR <= number <= LARGEST_FACTOR:
         raise ValueError(
-            f"{name} must be between {1 / LARGEST:g} and {LARGEST:g}, got {number:g}: float32 "
-            f"scores would overflow"
+            f"{name} must be between {1 / LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}, got "
+            f"{number:g}: float32 scores would overflow"
         )
     return number
 
 
 def score_scale(scale: Any, head_dim: int) -> float:
     """``scale`` as a Python float > 0, ``1 / sqrt(head_dim)`` when None."""
-    return 1.0 / math.sqrt(head_dim) if scale is None else factor("scale", scale)
+    return 1.0 / math.sqrt(head_dim) if scale is None else score_factor("scale", scale)
 
 
 def non_negative_float(name: str, value: Any) -> float:

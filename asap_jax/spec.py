@@ -46,9 +46,9 @@ class SinkhornSpec:
     def __post_init__(self):
         set_field = lambda name, value: object.__setattr__(self, name, value)
         set_field("num_steps", checks.positive_int("num_steps", self.num_steps))
-        set_field("epsilon", checks.factor("epsilon", self.epsilon))
+        set_field("epsilon", checks.score_factor("epsilon", self.epsilon))
         if self.scale is not None:
-            set_field("scale", checks.factor("scale", self.scale))
+            set_field("scale", checks.score_factor("scale", self.scale))
         checks.one_of("key_mass", self.key_mass, KEY_MASSES)
         checks.one_of("padding", self.padding, PADDINGS)
 

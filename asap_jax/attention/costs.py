@@ -67,7 +67,7 @@ def squared_euclidean_inputs(
         )
     if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
         raise ValueError(f"heads of key must divide those of query: {shapes}")
-    scale = None if scale is None else checks.factor("scale", scale)
+    scale = None if scale is None else checks.score_factor("scale", scale)
     if checks.static_bool("normalize", normalize):
         return CostInputs(unit_tokens(query), unit_tokens(key), None)
     kappa = jnp.swapaxes(query_shift(key, scale=scale), -1, -2)

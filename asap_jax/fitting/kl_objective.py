@@ -121,7 +121,7 @@ def make_block(
     key_mass: str,
 ) -> Block:
     """The Block of one microbatch; arguments and errors as ``kl_objective``."""
-    epsilon = checks.factor("epsilon", epsilon)
+    epsilon = checks.score_factor("epsilon", epsilon)
     checks.one_of("key_mass", key_mass, KEY_MASSES)
     mask = masks.as_mask(mask, scores.shape)
     kernel = ctransform.log_kernel(scores - shift[..., :, None], epsilon, mask)

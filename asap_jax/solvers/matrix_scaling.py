@@ -4,6 +4,8 @@ If the norms of queries and keys show that every entry lies within ``exp(+-REACH
 is exponentiated unchanged. Otherwise the peaks of one axis and then of the other are divided out,
 so that every row and every column has an entry 1 and none is larger.
 
+A single row closure of a short input is softmax attention and is computed as such.
+
 The result is checked: a sum outside ``FLOOR`` and ``CEILING`` means that underflow may matter for
 the weights or their derivatives. Then, and for values that are not finite, ``lax.cond`` switches to
 the log domain, so an untrusted result is never returned.
@@ -193,7 +195,7 @@ def exponentiate(p: Problem, start: jax.Array, closures: Closures) -> tuple[jax.
     It equals ``matrix_ij near_i`` (``near_j`` for side ``"key"``) up to a scaling of the other
     side. ``matrix (..., N, M)``; ``near`` has the shape of ``start``.
 
-    Only the peaks depend on a condition: XLA runs the branches of a conditional on one core.
+    Only the peaks depend on a condition, so all that follows is compiled once.
     """
     side, products = closures.side, p.products
     own, other = AXIS[OTHER[side]], AXIS[side]

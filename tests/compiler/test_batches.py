@@ -1,4 +1,4 @@
-"""Calibration batches: what is copied, kept and counted, and what bad ones are told."""
+"""Calibration batches: copies, limits, compiled programs, and the errors of bad ones."""
 
 import contextlib
 import functools

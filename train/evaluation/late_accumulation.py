@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import asap_jax as aj
-from asap_jax.compiler.fit import is_held_out
+from asap_jax.compiler.fit import is_reported
 from train.data.examples import Examples
 from train.evaluation.compile_teacher import NUM_IMAGES, calibration_batches, check_sinkhorn
 from train.reporting.table import Table
@@ -55,8 +55,8 @@ def compile_late(
     calibration = aj.linen.Calibration(factory.build(teacher.recipe), options)
     index, count = devices.share()
     batches = list(calibration_batches(teacher, examples, num_images))[index::count]
-    fit = [b for i, b in enumerate(batches) if not is_held_out(i, options.holdout)]
-    report = [b for i, b in enumerate(batches) if is_held_out(i, options.holdout)]
+    fit = [b for i, b in enumerate(batches) if not is_reported(i, options.holdout)]
+    report = [b for i, b in enumerate(batches) if is_reported(i, options.holdout)]
     if len(fit) < len(states):
         raise UserError(
             f"{len(fit)} calibration batches cannot be divided among {len(states)} states: use "

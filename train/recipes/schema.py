@@ -162,6 +162,12 @@ class Recipe:
             self, attention=family, learning_rate=self.learning_rate if rate is None else rate
         )
 
+    def with_epochs(self, epochs: int) -> "Recipe":
+        """The recipe with ``epochs`` epochs, at least one; the rate drops at the same share."""
+        epochs = max(1, epochs)
+        drops = tuple(max(1, round(drop * epochs / self.epochs)) for drop in self.drops)
+        return dataclasses.replace(self, epochs=epochs, drops=drops)
+
     def example_inputs(self, count: int = 1) -> np.ndarray:
         """Zeros with the shape and dtype of ``count`` inputs."""
         return np.zeros((count, *self.inputs.shape), self.inputs.dtype)

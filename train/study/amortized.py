@@ -85,18 +85,13 @@ def ways(recipe: Recipe, every: int) -> dict[str, Recipe]:
         "compiled, 2 closures": amortize(closures=2),
         "compiled, 1 closure, row ending": amortize(closures=1, ending="row"),
         **small,
-        "softmax": dataclasses.replace(recipe, attention="softmax"),
+        "softmax": recipe.with_attention("softmax"),
     }
 
 
 def of_length(recipe: Recipe, num_examples: int, steps: int) -> Recipe:
-    """The recipe with about ``steps`` steps: as many epochs as come closest, at least one.
-
-    The learning rate drops at the same share of the run.
-    """
-    epochs = max(1, round(steps / (num_examples // recipe.batch_size)))
-    drops = tuple(max(1, round(drop * epochs / recipe.epochs)) for drop in recipe.drops)
-    return dataclasses.replace(recipe, epochs=epochs, drops=drops)
+    """The recipe with about ``steps`` steps: as many epochs as come closest, at least one."""
+    return recipe.with_epochs(round(steps / (num_examples // recipe.batch_size)))
 
 
 def run(

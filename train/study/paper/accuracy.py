@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 import asap_jax as aj
+from train.recipes.evaluation import Evaluation
 from train.recipes.schema import Recipe
 from train.reporting.table import Table
 from train.study.paper import families, plots, replacement, rows
@@ -31,10 +32,11 @@ class AccuracyTable:
       column: the paper's column.
       families: the trained rows.
       choose: from the teachers' spec and the preset to the rows on the frozen teacher.
-      shorter: factor by which the small preset trains for fewer epochs than its recipe.
+      shorter: the small preset divides the epochs of its recipe by this number.
       missing: what the table does not have.
       sampled: the small preset measures on some of the test examples only.
-      curves: whether the paper plots the validation losses of the trained rows.
+      curves: whether the paper plots the validation losses of the trained rows; the models are
+        then evaluated while they train.
     """
 
     name: str
@@ -130,19 +132,14 @@ CATS = AccuracyTable(
 )
 
 
-def shortened(recipe: Recipe, factor: int) -> Recipe:
-    """The recipe with a ``factor``-th of its epochs; the learning rate drops at the same share."""
-    epochs = max(1, round(recipe.epochs / factor))
-    drops = tuple(max(1, round(drop * epochs / recipe.epochs)) for drop in recipe.drops)
-    return dataclasses.replace(recipe, epochs=epochs, drops=drops)
-
-
 def recipe_of(table: AccuracyTable, models: Models) -> tuple[Recipe, str]:
     """The recipe of a table in this preset, and the name of its changes in the run folders."""
     recipe = models.recipe(table.recipe)
+    if table.curves and recipe.evaluate is None:
+        recipe = dataclasses.replace(recipe, evaluate=Evaluation())
     if models.preset.name != "small" or table.shorter == 1:
         return recipe, ""
-    recipe = shortened(recipe, table.shorter)
+    recipe = recipe.with_epochs(round(recipe.epochs / table.shorter))
     return recipe, f"-{recipe.epochs}epochs"
 
 
@@ -176,9 +173,6 @@ def run(table: AccuracyTable, models: Models, report: Callable[[str], None]) -> 
     curves = {one.name: one.curve for one in trained if one.curve}
     curves[lines[-1].name] = families.held_out_loss(teachers[0].run)
     missing = list(table.missing)
-    if table.curves and not all(curves.values()):
-        missing.append("the panel of validation losses: the recipe does not evaluate")
-        curves = {}
     draw = functools.partial(plots.accuracies, trained, lines, curves if table.curves else {})
     return Result(table.name, table.label, table.title, tables, facts, values, missing, draw)
 

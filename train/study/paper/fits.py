@@ -1,13 +1,11 @@
 """Fits compiled layers to exactly the first M training examples, and times the fit."""
 
 import dataclasses
-import functools
 import pathlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -66,9 +64,7 @@ def fit(trained: Teacher, examples: Examples, row: Compiled) -> tuple[aj.Compile
         holdout=0.0,
         seed=trained.seed,
     )
-    model = factory.build(trained.recipe)
-    calibration = aj.linen.Calibration(model, options)
-    calibration.records = _recorder(model).records
+    calibration = aj.linen.Calibration(factory.build(trained.recipe), options)
     seconds = []
     for _ in range(2):
         batches = first_batches(trained.recipe, examples, row.num_fit)
@@ -77,12 +73,6 @@ def fit(trained: Teacher, examples: Examples, row: Compiled) -> tuple[aj.Compile
     report = CompileReport({}, False, calibration.num_batches // 2, 0, seconds[0])
     compiled = calibration.compiled(trained.variables, states)
     return aj.CompileResult(states, report, **compiled), FitTime(*seconds)
-
-
-@functools.cache
-def _recorder(model: nn.Module) -> aj.linen.Calibration:
-    """Records the layers of a model; shared by all its fits, so that it is compiled once."""
-    return aj.linen.Calibration(model)
 
 
 def solve(

@@ -1,7 +1,8 @@
 """The paper's own figures, cell by cell, in the paper's notation.
 
-``published.json`` maps the label of a table to its rows, and a row to its cells. A cell is text
-such as ``"14.14 ± 0.03"``, ``"(1.24 ± 0.15)e-7"``, ``"OOM"`` or ``"--"``.
+``published.json`` maps the label of a table to its rows, and a row to its cells. A figure in the
+text has the label of its section. A cell is text such as ``"14.14 ± 0.03"``,
+``"(1.24 ± 0.15)e-7"``, ``"OOM"`` or ``"--"``.
 """
 
 import functools

@@ -168,8 +168,8 @@ def residual(
 ) -> list[Compiled]:
     """The residual log-sum-exp fit, and its control with zero coefficients.
 
-    The residual is that to the first row step, which is one more pass over the scores. Without a
-    residual, the layer is Sinkhorn attention of as many steps as it has passes.
+    The residual is that to the first row step, which is one more pass over the scores. With
+    coefficients 0 the layer is Sinkhorn attention, with one step for each pass.
     """
     fit = aj.PaperFit(num_slices=slices, baseline="first_step", token_bias=token_bias)
     rows = []

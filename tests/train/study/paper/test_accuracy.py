@@ -25,6 +25,14 @@ def test_the_small_preset_trains_images_for_a_quarter_of_the_epochs(models):
     assert accuracy.recipe_of(whole, paper)[1] == ""
 
 
+def test_models_whose_losses_are_plotted_are_evaluated_while_they_train(models):
+    table = accuracy.cifar(models.preset)
+    assert recipes.find("cifar10", "small").evaluate is None
+    assert accuracy.recipe_of(table, models)[0].evaluate is not None
+    without = dataclasses.replace(table, curves=False)
+    assert accuracy.recipe_of(without, models)[0].evaluate is None
+
+
 def test_runs_are_named_by_recipe_attention_and_seed_and_baselines_have_fewer_seeds(models):
     recipe = recipes.find("ag_news", "small")
     folders = lambda family: [run.path.name for run in models.runs(family.recipe(recipe))]
