@@ -33,7 +33,7 @@ _SOURCES = Sources(
 DEMO = Recipe(
     name="demo",
     summary="2-layer ViT with S=10 on the packaged 2,000 Fashion-MNIST images",
-    cost="2 to 3 minutes on 2 CPU cores, table and picture included",
+    cost="3 to 5 minutes on 2 CPU cores, table and picture included",
     expected="0.80 on the packaged 500 test images (0.798, 0.800, 0.802 for seeds 0, 1, 2)",
     dataset="fashion_mnist",
     num_classes=10,
