@@ -133,6 +133,14 @@ def non_negative_float(name: str, value: Any) -> float:
     return number
 
 
+def dropout_rate(value: Any) -> float:
+    """A Python float in [0, 1) (ValueError otherwise)."""
+    rate = non_negative_float("dropout_rate", value)
+    if rate >= 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    return rate
+
+
 def array(name: str, value: Any, dtype: Any = None) -> jax.Array:
     """``value`` as an array; TypeError for None, strings, ragged lists and other objects."""
     if value is None or isinstance(value, (str, bytes)):

@@ -16,21 +16,20 @@ from asap_jax.solvers.plan import DensePlan, Plan
 def finish(call: Call, p: Problem, plan: Plan) -> Result:
     """The result of a call: ``(..., N, H, d_v)`` or ``(out, weights)``."""
     return_weights = checks.static_bool("return_weights", call.return_weights)
-    out, weights = output_and_weights(call, p, plan, return_weights)
+    rate = checks.dropout_rate(call.dropout_rate)
+    out, weights = output_and_weights(call, p, plan, rate, return_weights)
     return (out, weights) if return_weights and weights is not None else out
 
 
 def output_and_weights(
-    call: Call, p: Problem, plan: Plan, return_weights: bool
+    call: Call, p: Problem, plan: Plan, rate: float, return_weights: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """The output ``(..., N, H, d_v)``, and the weights if they were computed.
 
-    They are if they are returned, needed for dropout, or sown into ``call.module`` under Flax's
-    name ``attention_weights``. Raises ValueError for a dropout rate outside [0, 1).
+    They are if they are returned, needed for dropout of a ``rate`` above 0, or sown into
+    ``call.module`` under Flax's name ``attention_weights``.
     """
-    weights, rate = None, checks.non_negative_float("dropout_rate", call.dropout_rate)
-    if rate >= 1:
-        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    weights = None
     dropping = rate > 0 and not checks.static_bool("deterministic", call.deterministic)
     if return_weights or dropping or call.module is not None:
         matrix = plan.weights(p)

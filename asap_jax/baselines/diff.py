@@ -113,7 +113,8 @@ def diff_attention(
     assert p.v is not None
     v = jnp.concatenate(_of_pairs(p.v), axis=-1)
     pairs = dataclasses.replace(p, v=v, dtype=p.q.dtype)
-    out, _ = outputs.output_and_weights(call, pairs, DensePlan(weights), return_weights=False)
+    rate = checks.dropout_rate(call.dropout_rate)
+    out, _ = outputs.output_and_weights(call, pairs, DensePlan(weights), rate, return_weights=False)
     out = (1 - start) * rms_norm(out, norm_scale, norm_epsilon)
     out = out.reshape(*query.shape[:-1], value.shape[-1]).astype(p.dtype)
     if not checks.static_bool("return_weights", call.return_weights):

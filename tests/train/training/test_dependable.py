@@ -34,14 +34,15 @@ def collected():
     gc.collect()
 
 
-CHILD = """
+# The imports take longer than the training: one process makes them, and its forks train.
+CHILDREN = """
 import json, os, pathlib, signal, sys, threading
 from train.data.examples import Batches
 from train.training.splits import load_data
 from train.recipes.schema import Recipe
 from train.training import loop
 
-folder, when = pathlib.Path(sys.argv[1]), sys.argv[2]
+folder = pathlib.Path(sys.argv[1])
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 def watch():
@@ -49,22 +50,34 @@ def watch():
         pass
     die()
 
-if when == "save":
-    threading.Thread(target=watch, daemon=True).start()
-elif when != "never":
-    at = Batches.at
-    deadly = lambda self, step, share: die() if step == int(when) else at(self, step, share)
-    Batches.at = deadly
-recipe = Recipe.from_json(json.loads((folder / "recipe.json").read_text()))
-examples = load_data(recipe).train.take(slice(200))
-loop.train(recipe, examples, folder / "run", seed=5, resume=True, save_every=1)
+def train(when):
+    if when == "save":
+        threading.Thread(target=watch, daemon=True).start()
+    elif when != "never":
+        at = Batches.at
+        deadly = lambda self, step, share: die() if step == int(when) else at(self, step, share)
+        Batches.at = deadly
+    recipe = Recipe.from_json(json.loads((folder / "recipe.json").read_text()))
+    examples = load_data(recipe).train.take(slice(200))
+    loop.train(recipe, examples, folder / "run", seed=5, resume=True, save_every=1)
+
+for when in sys.argv[2:]:
+    process = os.fork()
+    if not process:
+        train(when)
+        sys.exit()
+    print("status", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 
 
-def child(folder, when):
-    """Runs the training in a process of its own, which kills itself where ``when`` says."""
-    return subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder), str(when)],
+def children(folder, *when):
+    """Runs the training in processes of their own, which kill themselves where ``when`` says.
+
+    Returns:
+      The exit codes.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", CHILDREN, str(folder), *map(str, when)],
         cwd=tfds.PACKAGED.parent.parent.parent,
         env={
             **os.environ,
@@ -76,13 +89,15 @@ def child(folder, when):
         text=True,
         timeout=240,
     )
+    assert done.returncode == 0, done.stderr
+    return [int(line.split()[1]) for line in done.stdout.splitlines() if line[:7] == "status "]
 
 
 def test_a_killed_run_resumes_to_the_same_bits(minute, examples, tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps(minute.to_json()))
-    for when in (7, 13, "save", "never"):  # before the first checkpoint, after it, while saving
-        done = child(tmp_path, when)
-        assert done.returncode == (0 if when == "never" else -signal.SIGKILL), done.stderr
+    # Before the first checkpoint, after it, while saving, and to the end.
+    codes = children(tmp_path, 7, 13, "save", "never")
+    assert codes == [-signal.SIGKILL] * 3 + [0]
     whole = loop.train(minute, examples, tmp_path / "whole", seed=5)
     killed = load_teacher(tmp_path / "run")
     assert killed.step == whole.step == STEPS
