@@ -16,6 +16,10 @@ import jax.numpy as jnp
 from asap_jax import checks, masks
 from asap_jax.scores import squared_norm
 
+FAR = 4.0
+SAMPLE = 4
+"""See ``Problem.without_key_offset``."""
+
 
 class Tokens(NamedTuple):
     """The input of features: ``own`` are the tokens of the side to predict, ``other`` the rest.
@@ -101,6 +105,24 @@ class Problem:
     def log_key_target(self, key_mass: str) -> jax.Array:
         """Log of the column target, see ``masks.log_key_target``."""
         return masks.log_key_target(key_mass, self.validity, self.score_shape, self.q.dtype)
+
+    def without_key_offset(self) -> Problem:
+        """The problem without an offset that all active keys share.
+
+        An offset changes the scores by a constant for each query, which a first closure over the
+        keys cancels; but float32 scores with a large constant have few digits left. The mean of
+        the keys is taken for one if it is more than ``FAR`` times as long as any key's distance
+        from it. Without a mask the first ``SAMPLE`` keys decide, so that it costs nothing.
+        """
+        valid = None if self.validity is None else self.validity.key
+        sampled = valid is None and isinstance(self.k.shape[-2], int)
+        keys = jax.lax.stop_gradient(self.k[..., :SAMPLE, :] if sampled else self.k)
+        mean = masks.token_mean(keys, valid)
+        distances = jnp.linalg.norm(masks.zero_inactive(keys - mean, valid), axis=-1, keepdims=True)
+        farthest = jnp.max(distances, -2, keepdims=True)
+        common = jnp.linalg.norm(mean, axis=-1, keepdims=True) > FAR * farthest
+        mean = jnp.where(common, mean, jnp.zeros_like(mean))
+        return dataclasses.replace(self, k=masks.zero_inactive(self.k - mean, valid))
 
     def moved(self) -> Problem:
         """The problem with the axes of heads and tokens of q, k and v exchanged."""

@@ -68,7 +68,9 @@ class Family:
 
 def check_families(name: str, families: Any) -> None:
     """Raises TypeError unless ``families`` is a tuple of feature families."""
-    checks.instance(name, families, tuple, "a tuple of feature families")
+    if not isinstance(families, tuple):
+        wrong = checks.describe(families)
+        raise TypeError(f"{name} must be a tuple of feature families, got {wrong}")
     for family in families:
         if isinstance(family, type) or not callable(family):
             wrong = family.__name__ if isinstance(family, type) else checks.describe(family)

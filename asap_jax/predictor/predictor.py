@@ -82,12 +82,12 @@ class Predictor:
             if head is not None:
                 raise ValueError("give a head or coefficients, not both")
             head = LinearHead(coefficients)
+        features = _as_tuple("features", features, "feature families, such as Moments()")
+        corrections = _as_tuple("corrections", corrections, "Corrections")
         checks.one_of("side", side, SIDES)
         checks.one_of("baseline", baseline, BASELINES)
         if padding is not None:
             checks.one_of("padding", padding, PADDINGS)
-        features = _as_tuple("features", features, "feature families, such as Moments()")
-        corrections = _as_tuple("corrections", corrections, "Corrections")
         parts = features, head, token_bias, corrections, row_mass, statistics
         values = (*parts, side, baseline, padding)
         for field, value in zip(dataclasses.fields(self), values, strict=True):

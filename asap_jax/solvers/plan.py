@@ -85,6 +85,7 @@ Plan = DensePlan | ClosedPlan | ScaledPlan
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _weights(p: Problem, start: Start, closures: Closures, key_mass: str, name: str) -> jax.Array:
     start = start(p) if callable(start) else start
+    p = p.without_key_offset() if closures.side == "key" else p
     target = p.log_key_target(key_mass)
     return registry.IMPLEMENTATIONS[name].apply(p, start, target, closures)
 
@@ -98,6 +99,7 @@ def _mix(
     def mix(p, start):
         assert p.v is not None
         power = _power(p.v)
+        p = p.without_key_offset() if closures.side == "key" else p
         p = dataclasses.replace(p, v=power * p.v)
         return implementation.apply(p, start, p.log_key_target(key_mass), closures) / power
 

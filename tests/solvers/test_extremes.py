@@ -62,6 +62,37 @@ def test_gradients_of_huge_values_are_those_of_small_ones(rng):
     np.testing.assert_allclose(huge[2] * power, small[2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_offset_of_all_keys_costs_no_digits(rng, form, padded):
+    """It is a constant for each query, which the first closure cancels."""
+    q, k, v = inputs(rng, 1.0)
+    k = (k + 1e4 * rng.uniform(0.5, 1, size=4)).astype("f")
+    mask = None
+    if padded:  # at the start, where a sample of the keys would see nothing
+        mask = np.broadcast_to(np.arange(9) >= np.array([5, 0])[:, None], (2, 9))[:, None, None]
+        k[0, :5] = 0
+    for num_steps in (1, 2, 5):
+        attend = functools.partial(
+            aj.sinkhorn_attention, spec=aj.SinkhornSpec(num_steps), implementation=form
+        )
+        expected, _ = reference.sinkhorn_layer(q, k, v, mask=mask, num_steps=num_steps)
+        np.testing.assert_allclose(attend(q, k, v, mask=mask), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_offset_of_queries_and_keys_costs_the_digits_of_the_scores_alone(rng, form):
+    """The products of the queries' offset with the keys stay: scores of about 1e4."""
+    q, k, v = inputs(rng, 1.0)
+    offset = 1e4 * rng.uniform(0.5, 1, size=4)
+    q, k = (q + offset).astype("f"), (k + offset).astype("f")
+    for num_steps in (1, 4):
+        spec = aj.SinkhornSpec(num_steps)
+        out = aj.sinkhorn_attention(q, k, v, spec=spec, implementation=form)
+        expected, _ = reference.sinkhorn_layer(q, k, v, num_steps=num_steps)
+        np.testing.assert_allclose(out, expected, atol=4 * 1e4 * np.finfo(np.float32).eps)
+
+
 @pytest.mark.parametrize("value", [1e-38, 1e39, 1e-20])
 def test_settings_that_overflow_are_refused_by_name(rng, value):
     q, k, v = inputs(rng, 1.0)
