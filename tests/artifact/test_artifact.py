@@ -538,18 +538,3 @@ def test_a_linen_collection_can_hold_a_predictor():
     out, variables = jax.jit(Holder().init_with_output)(jax.random.key(0), q, k)
     chex.assert_trees_all_equal(variables["duals"]["predictor"], predictor)
     chex.assert_trees_all_close(out, jax.jit(aj.predict)(predictor, q, k), atol=1e-6)
-
-
-def test_a_compiled_model_can_be_exported_for_any_batch_size():
-    pytest.importorskip("flatbuffers", reason="flatbuffers comes with the export extra")
-    from jax import export
-
-    model, _, result = linen_teacher()
-    apply = jax.jit(lambda x: model.apply(result.variables, x))
-    (batch,) = export.symbolic_shape("batch")
-    shape = jax.ShapeDtypeStruct((batch, LENGTH, FEATURES), jnp.float32)
-    exported = export.export(apply, platforms=["cpu", "cuda"])(shape)
-    loaded = export.deserialize(exported.serialize())
-    for size in (1, 5):
-        x = problems.normal(np.random.default_rng(size), size, LENGTH, FEATURES)
-        chex.assert_trees_all_close(loaded.call(x), apply(x), atol=1e-6)
