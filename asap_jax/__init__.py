@@ -36,7 +36,7 @@ from asap_jax.solvers.ctransform import attention_weights, key_ctransform, query
 from asap_jax.solvers.duals import SinkhornDuals, sinkhorn_duals
 from asap_jax.spec import SinkhornSpec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CANDIDATES",
