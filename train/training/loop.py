@@ -121,10 +121,7 @@ def train(
                 if stop or count == last_step or count % (save_every * epoch_steps) == 0:
                     checkpoints.save(whole(state), recipe, seed)
                 if stop:
-                    raise Stopped(
-                        f"stopped and saved at step {count} of {total}: resume with the same "
-                        f"command and --run {run} --resume"
-                    )
+                    raise Stopped(f"stopped and saved at step {count} of {total} in {run}")
     return of_state(recipe, seed, whole(state))
 
 
