@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from train.data.tfds import VARIABLE
 from train.recipes import catalogue, schema
+from train.reporting import progress
 
 
 def command(
@@ -31,6 +32,13 @@ def command(
     """
     sub = subs.add_parser(name, help=summary, description=description)
     sub.set_defaults(run=run, parser=sub, resume_with=resume)
+    sub.add_argument(
+        "--progress",
+        choices=progress.MODES,
+        default="auto",
+        help="auto: a bar on a terminal, elsewhere only the log of a training run; lines: a plain "
+        "line every few seconds; none: nothing (default: %(default)s)",
+    )
     return sub
 
 

@@ -13,6 +13,7 @@ from train.cli import (
     table_command,
     train_commands,
 )
+from train.reporting import progress
 from train.runtime.errors import Stopped, UserError
 
 FAMILIES = (
@@ -55,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        options.run(options)
+        with progress.shown_as(options.progress):
+            options.run(options)
     except (Stopped, KeyboardInterrupt) as stop:
         what = str(stop) if isinstance(stop, Stopped) else "stopped"
         print(f"{what}; {_hint(options.resume_with, words)}", file=sys.stderr)

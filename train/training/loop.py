@@ -85,7 +85,7 @@ def train(
         prefetched = Prefetch(make_batch, start, last_step)
         with (
             run_folder.MetricsLog(run, resumed_at=start) as log,
-            progress.bar(f"train {recipe.name}", last_step, start) as report,
+            progress.bar(f"train {recipe.name}", last_step, start, log=True) as report,
         ):
             began = time.perf_counter()
             for count, batch in enumerate(prefetched, start + 1):
