@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import asap_jax as aj
+
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "deployment.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 SERVE = """
@@ -56,9 +58,11 @@ def test_the_program_of_a_layer_gives_what_the_layer_gives_under_a_mask(names):
     assert names["program"].platforms == ("cpu", "cuda", "tpu")
 
 
-def test_a_token_bias_refuses_a_symbolic_length(names):
-    aj, model = names["aj"], names["model"]
-    fit = aj.PaperFit(features=("moments",), token_bias=True)
-    biased = aj.linen.compile(model, names["variables"], names["batches"], fit=fit)
-    with pytest.raises(ValueError, match=r"token_bias of shape \(49,\) does not fit length tokens"):
-        jax.export.export(jax.jit(lambda x: model.apply(biased.variables, x)))(names["x"])
+def test_a_token_bias_refuses_a_symbolic_length():
+    bias = aj.Predictor(
+        directions=jnp.eye(4), coefficients=jnp.ones(4), token_bias=jnp.ones(9)
+    ).replace(features=(aj.RawProjections(jnp.eye(4)),))
+    attend = lambda x: aj.asap_attention(x, x, x, predictor=bias, spec=aj.SinkhornSpec(4))
+    (length,) = jax.export.symbolic_shape("length")
+    with pytest.raises(ValueError, match=r"token_bias of shape \(9,\) does not fit length tokens"):
+        jax.export.export(jax.jit(attend))(jax.ShapeDtypeStruct((1, length, 1, 4), jnp.float32))

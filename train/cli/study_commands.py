@@ -88,7 +88,8 @@ def _add_ideas(kinds) -> None:
         run_study,
         "change one setting of the fit at a time",
         "Changes one setting of the fit at a time on each teacher, including changes that do not "
-        "help. Prints a table of their errors. Takes @ideas@",
+        "help. Prints a table of their errors. Takes a fit of every candidate for each number of "
+        "closures, layer and teacher.",
         resume="",
     )
     _add_runs(sub, ideas.TEST_EXAMPLES, "ideas.md and .json")
@@ -125,7 +126,9 @@ def _add_amortized(kinds) -> None:
         "Trains small recipes with the whole Sinkhorn loop, through compiled layers, with fewer "
         "Sinkhorn steps and with softmax, over several seeds. Tests every model with the attention "
         "that it trained through, and with the recipe's Sinkhorn attention in its place. Prints "
-        "tables of accuracy, agreement and time. Takes @amortized@ A study that was stopped "
+        "tables of accuracy, agreement and time. Takes six runs for every recipe and seed, "
+        "together 8 minutes (demo) and 13 minutes (ag_news) on one CPU core, without "
+        "compilation. A study that was stopped "
         "continues.",
         resume="",
     )

@@ -223,7 +223,8 @@ def _add_baseline(subs) -> None:
         run_baseline,
         "print the accuracy of a linear model on a recipe's data",
         "Fits logistic regression to the pixels of an image, or to the set of tokens of a text, on "
-        "the training examples of the teacher. Prints its test accuracy. Takes @baseline@.",
+        "the training examples of the teacher. Prints its test accuracy. Takes 16 seconds for "
+        "the demo on one CPU core.",
     )
     arguments.add_recipe(sub)
 
@@ -237,7 +238,8 @@ def _add_refresh(subs) -> None:
         "The paper's refresh: compiles with a residual log-sum-exp fit and a token bias, then "
         "trains coefficients, token bias, output projection, norms and classifier on labels. For "
         "comparison, the teacher is trained for the same number of epochs. Prints a table with "
-        "every seed, mean and standard deviation. Takes @refresh@.",
+        "every seed, mean and standard deviation. Takes a compile and twice --epochs "
+        "epochs of training for every RUN.",
     )
     default = refresh.Settings()
     sub.add_argument(
