@@ -6,6 +6,7 @@
 #   make gpu    check and measure on an accelerator, with the Python that has JAX (12 minutes)
 #   make quick  run the tests of the library's core, a few minutes, for daily work
 #   make lint   check style, formatting and types
+#   make dist   build the wheel and the source archive in dist/, and try the wheel
 #   make clean  remove the virtual environment
 
 PYTHON ?= python3
@@ -14,10 +15,10 @@ QUICK := tests/test_*.py tests/solvers tests/predictor tests/features tests/whol
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick bench gpu lint clean
+.PHONY: help demo test quick bench gpu lint dist clean
 .NOTPARALLEL:
 
 help:
@@ -53,6 +54,14 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+# The wheel is tried in an empty environment, outside the checkout, so that nothing of it is found.
+dist: $(VENV)/.installed-dist
+	rm -rf dist build/smoke
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv build/smoke
+	build/smoke/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	cd build/smoke && bin/python -I ../../tests/smoke.py
+
 clean:
 	rm -rf $(VENV)
 
@@ -61,13 +70,21 @@ $(BIN)/python:
 
 # A stamp is newer than pyproject.toml once its extras are in, so nothing is installed again.
 $(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
-	$(INSTALL) '.[train]'
+	@echo 'installing asap_jax with its train extra in $(VENV): JAX, Flax, TFDS, orbax, matplotlib; a few minutes'
+	$(PIP) --editable '.[train]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
-	$(INSTALL) '.[train,export,test]'
+	@echo 'installing asap_jax with its extras train, export and test in $(VENV); a few minutes'
+	$(PIP) --editable '.[train,export,test]'
 	@touch $@
 
 $(VENV)/.installed-lint: pyproject.toml | $(BIN)/python
-	$(INSTALL) '.[lint]'
+	@echo 'installing asap_jax, ruff and mypy in $(VENV)'
+	$(PIP) --editable '.[lint]'
+	@touch $@
+
+$(VENV)/.installed-dist: pyproject.toml | $(BIN)/python
+	@echo 'installing build in $(VENV)'
+	$(PIP) 'build>=1.2'
 	@touch $@

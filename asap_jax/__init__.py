@@ -12,6 +12,7 @@ from asap_jax.compiler.automatic_fit import AutoFit
 from asap_jax.compiler.calibration import CompileResult
 from asap_jax.compiler.options import Options
 from asap_jax.compiler.paper_fit import PaperFit
+from asap_jax.compiler.progress import Progress, progress
 from asap_jax.compiler.report import CompileReport, LayerReport, Rung
 from asap_jax.compiler.single_fit import CANDIDATES, THOROUGH, Candidate
 from asap_jax.features import Codebook, Moments, RankDisplacement, RawProjections, SlicedPotentials
@@ -36,7 +37,7 @@ from asap_jax.solvers.ctransform import attention_weights, key_ctransform, query
 from asap_jax.solvers.duals import SinkhornDuals, sinkhorn_duals
 from asap_jax.spec import SinkhornSpec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CANDIDATES",
@@ -62,6 +63,7 @@ __all__ = [
     "Options",
     "PaperFit",
     "Predictor",
+    "Progress",
     "RankDisplacement",
     "RawProjections",
     "RowMass",
@@ -85,6 +87,7 @@ __all__ = [
     "metrics",
     "nnx",
     "predict",
+    "progress",
     "query_ctransform",
     "query_shift",
     "save",

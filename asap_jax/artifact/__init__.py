@@ -2,7 +2,8 @@
 
 The file is an ``.npz`` archive of named arrays, with a digest of all of them. Its array ``header``
 is UTF-8 JSON: the format, the library versions, the compiled state of every layer without its
-arrays, and a fingerprint of the teacher's parameters. The file never holds pickled objects.
+arrays, a fingerprint of the teacher's parameters, and the paths of its weights if the file holds
+them. The file never holds pickled objects.
 """
 
 from __future__ import annotations
@@ -21,29 +22,34 @@ from flax import nnx
 from asap_jax import checks
 from asap_jax import linen as aj_linen
 from asap_jax import nnx as aj_nnx
-from asap_jax.artifact import archive, packing, replacing, states, teachers
+from asap_jax.artifact import archive, packing, replacing, states, teacher_weights, teachers
 from asap_jax.compiler.calibration import CompileResult
 from asap_jax.records import CompiledState, group_by_path
 
-FORMAT = 4
+FORMAT = 5
+OLD_FORMATS = (4,)
+"""Formats that are still read. Files of format 4 hold no weights."""
 MAGIC = "asap_jax compiled model"
 _FIELDS = dict(magic=str, format=int, versions=dict, framework=str, teacher=dict, layers=dict)
 
 
-def save(path: str | os.PathLike, result: CompileResult) -> None:
+def save(path: str | os.PathLike, result: CompileResult, *, weights: bool = False) -> None:
     """Writes a compiled model's states to one file, atomically.
 
     Args:
       path: the file to write; no suffix is added. An existing file is replaced, with the same mode;
         a symbolic link stays, and its target is replaced.
       result: the result of ``compile``.
+      weights: also store the model's variables, so that the file alone is enough to run it.
+        Otherwise it holds the compiled layers only, and belongs to the teacher's variables.
 
     Raises:
-      TypeError: not a CompileResult, or a state that a file cannot hold.
+      TypeError: not a CompileResult, or a state or a weight that a file cannot hold.
       ValueError: the result has states of other layers than its model.
       OSError: the file cannot be written; an existing file is then unchanged.
     """
     checks.instance("result", result, CompileResult, "a CompileResult")
+    checks.static_bool("weights", weights)
     name = _file_name(path)
     teacher = result.variables if result.model is None else result.model
     arrays: dict[str, np.ndarray] = {}
@@ -58,16 +64,19 @@ def save(path: str | os.PathLike, result: CompileResult) -> None:
         framework=teachers.framework(teacher),
         teacher=teachers.fingerprint(teacher),
         layers={layer: packing.pack(s, layer, arrays) for layer, s in result.states.items()},
+        weights=teacher_weights.pack(teacher, arrays) if weights else None,
     )
     replacing.write(name, archive.pack(json.dumps(header).encode(), arrays))
 
 
-def load(path: str | os.PathLike, *, like: Any) -> Any:
+def load(path: str | os.PathLike, *, like: Any = None) -> Any:
     """Reads a compiled model from a file and applies it to its teacher.
 
     Args:
       path: a file that ``save`` wrote.
-      like: the teacher: its linen variables, or the nnx model. It is not changed.
+      like: the teacher: its linen variables, or the nnx model. It is not changed. If the file holds
+        weights, they replace those of ``like``, which must have the same paths, shapes and dtypes;
+        linen models then need no ``like``.
 
     Returns:
       The variables with the ``"asap"`` collection, or a compiled copy of the nnx model.
@@ -78,7 +87,7 @@ def load(path: str | os.PathLike, *, like: Any) -> Any:
       TypeError: ``like`` is neither linen variables nor an nnx model.
       OSError: the file cannot be read.
     """
-    name, framework = _file_name(path), teachers.framework(like)
+    name, framework = _file_name(path), None if like is None else teachers.framework(like)
     with open(name, "rb") as file:
         data = file.read()
     try:
@@ -102,14 +111,20 @@ def _check_layers(result: CompileResult) -> None:
         )
 
 
-def _load(data: bytes, like: Any, framework: str) -> Any:
+def _load(data: bytes, like: Any, framework: str | None) -> Any:
     """As ``load``, from the contents of the file; messages do not name the file."""
     header, entries = _read(data)
-    if header["framework"] != framework:
+    if framework not in (None, header["framework"]):
         raise ValueError(f"compiled from a {header['framework']} model, like is {framework}")
+    if framework is None and header["framework"] == "nnx":
+        raise ValueError("compiled from an nnx model: give like, a model of the same shapes")
+    loaded, weights = _contents(header, entries)
+    if weights is not None:
+        like = teacher_weights.onto(like, weights)
+    elif like is None:
+        raise ValueError("holds no weights (save(..., weights=True) stores them): give like")
     teachers.check_same_parameters(header["teacher"], teachers.fingerprint(like))
-    loaded = _states(header["layers"], entries)
-    if framework == "nnx":
+    if header["framework"] == "nnx":
         return _onto_nnx(like, loaded)
     present = group_by_path(dict(like.get(aj_linen.STATE, {}).items()), CompiledState)
     teachers.check_same_states(loaded, present)
@@ -155,27 +170,32 @@ def _read(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
         raise ValueError(f"not a complete asap_jax file ({error})") from error
     if not known:
         raise ValueError("not an asap_jax file")
-    if header.get("format") != FORMAT:
+    if header.get("format") not in (FORMAT, *OLD_FORMATS):
         versions = header.get("versions")
         version = versions.get("asap_jax") if isinstance(versions, dict) else "unknown"
         raise ValueError(
-            f"format {header.get('format')} of asap_jax {version}, this version reads format "
-            f"{FORMAT}: compile and save the model again"
+            f"format {header.get('format')} of asap_jax {version}, this version reads formats "
+            f"{OLD_FORMATS[0]} to {FORMAT}: compile and save the model again"
         )
     if not archive.has_digest(entries):
         raise ValueError("not a complete asap_jax file (its contents do not match their digest)")
+    if header["format"] in OLD_FORMATS:
+        header.setdefault("weights", None)
     _check_header(header)
     return header, entries
 
 
 def _check_header(header: dict[str, Any]) -> None:
     """Raises ValueError for a field of the header that is missing, unknown or malformed."""
-    if set(header) != set(_FIELDS):
-        raise ValueError(f"header has the fields {sorted(header)}, expected {sorted(_FIELDS)}")
+    expected = {*_FIELDS, "weights"}
+    if set(header) != expected:
+        raise ValueError(f"header has the fields {sorted(header)}, expected {sorted(expected)}")
     for name, kind in _FIELDS.items():
         if type(header[name]) is not kind:
             wrong = checks.describe(header[name])
             raise ValueError(f"header field {name!r} must be a {kind.__name__}, got {wrong}")
+    if not isinstance(header["weights"], dict | None):
+        raise ValueError(f"header field 'weights' must be a dict or null, got {header['weights']}")
     checks.one_of("header field 'framework'", header["framework"], ("linen", "nnx"))
     if not header["layers"]:
         raise ValueError("header field 'layers' holds no layer")
@@ -188,8 +208,14 @@ def _check_header(header: dict[str, Any]) -> None:
             raise ValueError(f"header field 'versions' has a malformed entry {name!r}")
 
 
-def _states(trees: Mapping[str, Any], entries: Mapping[str, bytes]) -> dict[str, CompiledState]:
-    """The states of all layers, each checked; ValueError also for arrays that no layer names."""
+def _contents(
+    header: Mapping[str, Any], entries: Mapping[str, bytes]
+) -> tuple[dict[str, CompiledState], dict[str, jax.Array] | None]:
+    """The states of all layers, each checked, and the weights or None.
+
+    Raises:
+      ValueError: a malformed state or weight, or an array that the header does not name.
+    """
     used = {archive.HEADER, archive.DIGEST}
 
     def read(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -200,11 +226,13 @@ def _states(trees: Mapping[str, Any], entries: Mapping[str, bytes]) -> dict[str,
 
     loaded = {
         layer: states.check(packing.unpack(tree, layer, read), layer)
-        for layer, tree in trees.items()
+        for layer, tree in header["layers"].items()
     }
+    trees = header["weights"]
+    weights = None if trees is None else teacher_weights.unpack(trees, read)
     if unused := sorted(set(entries) - used):
         raise ValueError(f"holds arrays that its header does not name: {unused[:3]}")
-    return loaded
+    return loaded, weights
 
 
 def _file_name(path: Any) -> str:

@@ -92,7 +92,10 @@ def unpack(tree: Any, name: str, read: Read) -> Any:
         items = _part(tree, "dict", dict, name).items()
         return {k: unpack(v, f"{name}/{k}", read) for k, v in items}
     if "array" in tree:
-        return _array(tree, name, read)
+        result = array(tree, name, read)
+        if not np.isfinite(np.asarray(result, np.float64)).all():
+            raise ValueError(f"{name}: holds a value that is not finite")
+        return result
     return _object(_part(tree, "type", str, name), _part(tree, "fields", dict, name), name, read)
 
 
@@ -122,7 +125,10 @@ def _object(type_name: str, trees: dict, name: str, read: Read) -> Any:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _array(tree: dict, name: str, read: Read) -> jax.Array:
+def array(tree: Any, name: str, read: Read) -> jax.Array:
+    """The array of a JSON tree of that form; ValueError if it is malformed."""
+    if not isinstance(tree, dict) or set(tree) != {"array", "shape", "dtype"}:
+        raise ValueError(f"{name}: expected an array, got {checks.describe(tree)}")
     shape = _part(tree, "shape", list, name)
     if not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"{name}: 'shape' must be sizes, got {shape}")
@@ -136,16 +142,14 @@ def _array(tree: dict, name: str, read: Read) -> jax.Array:
     if as_bytes:
         held_dtype, held_shape = np.dtype(np.uint8), (math.prod(shape) * dtype.itemsize,)
     try:
-        array = read(_part(tree, "array", str, name), held_dtype, held_shape)
+        held = read(_part(tree, "array", str, name), held_dtype, held_shape)
     except Exception as error:  # NumPy's reader raises different errors
         raise ValueError(f"{name}: {error}") from error
     if as_bytes:
-        array = array.view(dtype).reshape(shape)
-    if not np.isfinite(np.asarray(array, np.float64)).all():
-        raise ValueError(f"{name}: holds a value that is not finite")
+        held = held.view(dtype).reshape(shape)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"{name}: is {dtype}; enable jax_enable_x64 to load it unrounded")
-    return jnp.asarray(array)
+    return jnp.asarray(held)
 
 
 def _check_numbers(dtype: np.dtype, name: str) -> None:

@@ -31,6 +31,14 @@ def write(path: str, data: memoryview) -> None:
     except FileNotFoundError:
         mode = None
     _delete_stale_drafts(target)
+    try:
+        _replace(target, data, mode)
+    except OSError as error:  # its own message would name the draft
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+def _replace(target: pathlib.Path, data: memoryview, mode: int | None) -> None:
+    """As ``write``; errors name the draft."""
     draft, file = _open_draft(target, 0o666 if mode is None else mode)
     try:
         with file:

@@ -15,6 +15,7 @@ import numpy as np
 from asap_jax import checks
 from asap_jax.attention import functions
 from asap_jax.attention.flax_call import Call, Result
+from asap_jax.compiler import progress
 from asap_jax.compiler.fit import Fit, check_steps, is_held_out, number_of_closures
 from asap_jax.compiler.report import SAME_ENDING, Ladder, Rung
 from asap_jax.compiler.single_fit import CANDIDATES, Candidate, StoringFit
@@ -143,8 +144,10 @@ class AutomaticLayerFit(StoringFit):
         training = [r for i, r in enumerate(records) if not is_held_out(i, self.holdout)]
         self._fit_all(training)
         names = [name for name, rung in self.fitted if rung == self.closures]
+        progress.begin(f"layer {self.path!r}, choose among {len(names)} candidates")
         scores = {name: self._scores(name, choice or training) for name in names}
         chosen, too_slow = self._choose(scores, training[0][0])
+        progress.begin(f"layer {self.path!r}, {chosen} on all batches")
         if choice:  # the choice is final, so refit on the choice batches too
             (candidate,) = (c for c in self.fit.tries if c.name == chosen)
             refitted = self.fit_stack(candidate, training + choice, self.closures)
@@ -157,15 +160,29 @@ class AutomaticLayerFit(StoringFit):
             solved.append((predictor, dict(figures, **common, choice=values)))
         return solved
 
-    def _fit_all(self, records: list[list[Record]]) -> None:
-        """Fits every candidate at every number of closures that it suits."""
+    @property
+    def num_steps(self) -> int:
+        """The layer, every candidate at every number of closures, the choice, the last fit."""
+        return 3 + len(self._tries(self.records))
+
+    def _tries(self, records: list[list[Record]]) -> list[tuple[Candidate, int]]:
+        """Every candidate at every number of closures that it suits."""
         rungs = {n for n in (*self.fit.rungs, self.closures) if n < self.target.num_steps}
         continued = self.target != self.spec
-        masked = records[0][0].mask is not None
-        for candidate in self.fit.tries:
-            for rung in sorted(rungs):
-                if candidate.suits(rung, masked=masked, continued=continued):
-                    self.fitted[candidate.name, rung] = self.fit_stack(candidate, records, rung)
+        masked = bool(records) and records[0][0].mask is not None
+        return [
+            (candidate, rung)
+            for candidate in self.fit.tries
+            for rung in sorted(rungs)
+            if candidate.suits(rung, masked=masked, continued=continued)
+        ]
+
+    def _fit_all(self, records: list[list[Record]]) -> None:
+        """Fits every candidate at every number of closures that it suits."""
+        for candidate, rung in self._tries(records):
+            closures = f"{rung} closure{'s' if rung > 1 else ''}"
+            progress.begin(f"layer {self.path!r}, {candidate.name}, {closures}")
+            self.fitted[candidate.name, rung] = self.fit_stack(candidate, records, rung)
         if not any(rung == self.closures for _, rung in self.fitted):
             raise ValueError(
                 f"no candidate suits closures={self.closures} on batches without a mask, for a "

@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from asap_jax import checks
+from asap_jax.compiler import progress
 from asap_jax.compiler.automatic_fit import mean_ladder
 from asap_jax.compiler.batches import check_batch, checked, describe_batch, own
 from asap_jax.compiler.fit import LayerFit, Solved, check_finite, is_reported
@@ -135,12 +136,11 @@ class Calibration(abc.ABC):
         """The records of a copy of the batch; TypeError if the model cannot take its lists."""
         try:
             return self.records(teacher, own(batch))
-        except (AttributeError, TypeError) as error:
+        except Exception as error:  # models raise different errors for other inputs than theirs
             args, kwargs = split_batch(batch)
-            lists = isinstance(batch, list) or any(
-                isinstance(x, (list, tuple)) for x in (*args, *kwargs.values())
-            )
-            if not lists:
+            nested = any(isinstance(x, (list, tuple)) for x in (*args, *kwargs.values()))
+            expected = isinstance(error, (AttributeError, TypeError)) and nested
+            if not (isinstance(batch, list) or expected):
                 raise
             raise TypeError(
                 f"the model does not take {where}, {describe_batch(batch)} ({error}). A list or "
@@ -194,11 +194,14 @@ class Calibration(abc.ABC):
             raise ValueError("batches holds no batch: give at least one calibration batch")
         start = time.perf_counter()
         again = functools.partial(self._again, teacher, fit_batches or tuple)
-        solved = self.fit.solve(self.fits, again)
+        with progress.stage("fit", sum(layer.num_steps for layer in self.fits.values())):
+            solved = self.fit.solve(self.fits, again)
         self.seconds += time.perf_counter() - start
         states = {path: state for path, (state, _) in solved.items()}
         self.check_switched(teacher, states, report_batches[0])
-        layers, count = self._measure(teacher, report_batches, solved), len(report_batches)
+        count = len(report_batches)
+        with progress.stage("report", count * len(solved)):
+            layers = self._measure(teacher, report_batches, solved)
         report = CompileReport(layers, held_out, self.num_batches, count, self.seconds)
         return CompileResult(states, report, **self.compiled(teacher, states))
 
@@ -217,9 +220,10 @@ class Calibration(abc.ABC):
         """Mean fidelity over ``batches``: one LayerReport per layer, also within a stack."""
         cases: dict[str, list[Any]] = {path: [] for path in solved}
         ladders: dict[str, list[list[Ladder]]] = {path: [] for path in solved}
-        for batch in batches:
+        for index, batch in enumerate(batches):
             recorded = self.records(teacher, batch)
             for path, (state, _) in solved.items():
+                progress.begin(f"batch {index}, layer {path!r}")
                 if path not in recorded:  # an optional branch that this batch did not take
                     continue
                 budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
@@ -263,16 +267,19 @@ class Calibration(abc.ABC):
         """
         share = self.options.holdout
         held_out, first = [], None
-        for index, batch in enumerate(checked(batches, self.fit)):
-            first = own(batch) if first is None else first
-            if is_reported(index, share):
-                where = f"calibration batch {index}"
-                check_batch(batch, where)
-                held_out.append(own(batch))
-                for path, record in self._copied_records(teacher, batch, where).items():
-                    check_active(record, path, where)
-            else:
-                self.add(teacher, batch, index)
+        count = len(batches) if isinstance(batches, Sized) else None
+        with progress.stage("calibrate", count):
+            for index, batch in enumerate(checked(batches, self.fit)):
+                progress.begin(f"batch {index}")
+                first = own(batch) if first is None else first
+                if is_reported(index, share):
+                    where = f"calibration batch {index}"
+                    check_batch(batch, where)
+                    held_out.append(own(batch))
+                    for path, record in self._copied_records(teacher, batch, where).items():
+                        check_active(record, path, where)
+                else:
+                    self.add(teacher, batch, index)
         if total is not None:
             self.reduce(total)
         fit_batches = lambda: (b for i, b in enumerate(batches) if not is_reported(i, share))

@@ -14,6 +14,7 @@ import numpy as np
 
 from asap_jax import checks
 from asap_jax.attention import functions
+from asap_jax.compiler import progress
 from asap_jax.compiler.report import Ladder
 from asap_jax.predictor import DualPair, Predictor
 from asap_jax.records import CompiledState, Record, check_mask, stack_mark
@@ -164,12 +165,18 @@ class LayerFit(abc.ABC):
     def _solve_layers(self) -> Sequence[tuple[Predictor | DualPair, dict[str, Any]]]:
         """The predictor of each layer of the stack, and figures of its fit."""
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of ``solve`` that it reports as progress."""
+        return 1
+
     def solve(self) -> Solved:
         """The compiled state, with arrays stacked under a scan, and figures of each layer's fit.
 
         Raises:
           ValueError: no active token, or values that are not finite; the message names the layer.
         """
+        progress.begin(f"layer {self.path!r}")
         try:
             solved = self._solve_layers()
         except ValueError as error:

@@ -76,6 +76,12 @@ class _Monotone(NamedTuple):
 
 
 def _monotone(a, b, a_valid, b_valid) -> _Monotone:
+    for length in (a.shape[0], b.shape[0]):
+        if not isinstance(length, int):  # jax.export with a symbolic length
+            raise ValueError(
+                f"sliced features sort the tokens, so their number must be known: export with a "
+                f"length in place of {length}, or compile with fit='moments'"
+            )
     n, m = a_valid.sum(dtype=jnp.uint32), b_valid.sum(dtype=jnp.uint32)
     knots = _sorted_support(a, a_valid, n)
     keys = _sorted_support(b, b_valid, m)

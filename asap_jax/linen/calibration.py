@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import nnx
-from flax.core.scope import union_filters
+from flax.core.scope import Scope, union_filters
 from flax.linen.module import TestScope
 
 from asap_jax import checks, records
@@ -185,25 +185,51 @@ def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:
     def capture(next_function, args, kwargs, context):
         nonlocal running
         scope = context.module.scope
-        if running or scope is None or isinstance(scope.root, TestScope):  # Flax's trial of setup
+        if scope is None or isinstance(scope.root, TestScope):  # Flax's trial of setup
             return next_function(*args, **kwargs)
+        if running:
+            with _mutable([scope] if _bound_before(scope) else []):
+                return next_function(*args, **kwargs)
         scopes = [scope]
         while scopes[-1].parent is not None:
             scopes.append(scopes[-1].parent)
-        before = [s.mutable for s in scopes]
         running = True
-        for s in scopes:
-            s.mutable = union_filters(s.mutable, CAPTURE)
         try:
-            return next_function(*args, **kwargs)
+            with _mutable(scopes):
+                return next_function(*args, **kwargs)
         finally:
             running = False
-            for s, mutable in zip(scopes, before, strict=True):
-                s.mutable = mutable
             root = scopes[-1]
             passes[id(root._variables)] = (root._variables, root.variables().get(CAPTURE, {}))
 
     return capture
+
+
+def _bound_before(scope: Scope) -> bool:
+    """Whether a scope was made before the collection became mutable in its parent.
+
+    So are the scopes of modules that an outermost module has as attributes. Scopes in a transform
+    that drops the collection have no mutable parent.
+    """
+    parent = scope.parent
+    return (
+        parent is not None
+        and parent.is_mutable_collection(CAPTURE)
+        and not scope.is_mutable_collection(CAPTURE)
+    )
+
+
+@contextlib.contextmanager
+def _mutable(scopes: Sequence[Scope]):
+    """Makes the capture collection mutable in these scopes."""
+    before = [scope.mutable for scope in scopes]
+    for scope in scopes:
+        scope.mutable = union_filters(scope.mutable, CAPTURE)
+    try:
+        yield
+    finally:
+        for scope, mutable in zip(scopes, before, strict=True):
+            scope.mutable = mutable
 
 
 def _quiet(run, variables, batch):

@@ -291,6 +291,49 @@ def test_a_header_with_wrong_contents_is_refused(saved, change, message):
         aj.load(saved, like=TEACHER)
 
 
+def test_a_file_of_the_format_before_weights_loads(saved):
+    header, arrays = parts(saved)
+    assert header.pop("weights") is None
+    write(saved, header | {"format": 4}, arrays)
+    chex.assert_trees_all_equal(aj.load(saved, like=TEACHER), result_of(STATE).variables)
+
+
+WEIGHT = "weights/params/layer/kernel"
+WEIGHT_EDITS = {
+    "other values": (
+        lambda h, a: a.update({WEIGHT: a[WEIGHT] + 1}),
+        "another teacher; .*\n  layer/kernel: same shape .* other values",
+    ),
+    "another shape": (
+        lambda h, a: h["weights"]["params/layer/kernel"].update(shape=[3, 2]),
+        f"{WEIGHT}: header says shape",
+    ),
+    "no array": (lambda h, a: a.pop(WEIGHT), f"array '{WEIGHT}' is missing"),
+    "a number": (lambda h, a: h["weights"].update(more=3), "weights/more: expected an array"),
+    "a list": (lambda h, a: h.update(weights=[]), "'weights' must be a dict or null"),
+    "a weight below another": (
+        lambda h, a: (
+            h["weights"].update({"params/layer/scale/more": {**EMPTY, "array": "more"}}),
+            a.update(more=np.zeros(0, "f4")),
+        ),
+        "weights/params/layer/scale/more: lies below another weight",
+    ),
+}
+EMPTY = {"shape": [0], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(("change", "message"), WEIGHT_EDITS.values(), ids=WEIGHT_EDITS)
+def test_edited_weights_are_refused(path, change, message):
+    aj.save(path, result_of(STATE), weights=True)
+    header, arrays = parts(path)
+    write(path, header, arrays)
+    chex.assert_trees_all_equal(aj.load(path), result_of(STATE).variables)
+    change(header, arrays)
+    write(path, header, arrays)
+    with pytest.raises(ValueError, match=f"{path.name}: .*{message}"):
+        aj.load(path)
+
+
 MASS = RowMass((aj.Moments(),), aj.LinearHead(some(WIDTH + 8)))
 KEY_SIDE = dataclasses.replace(PREDICTOR, side="key")
 CANNOT_RUN = {

@@ -56,10 +56,8 @@ def builder(name: str, data_dir: str | os.PathLike, split: str | None = None) ->
     if not ready:
         raise UserError(
             f"no data set {name!r} in array_record form in {data_dir}: name a TFDS folder that has "
-            f"it (--data-dir DIR or {VARIABLE}=DIR), or make it with `pip install tensorflow "
-            f'importlib_resources && python -c "import tensorflow_datasets as t; '
-            f"t.builder('{name}', data_dir='DIR', file_format='array_record')"
-            f'.download_and_prepare()"`'
+            f"it, with --data-dir DIR or {VARIABLE}=DIR (reading it needs no TensorFlow; preparing "
+            f"a new copy does, see https://www.tensorflow.org/datasets)"
         )
     for file in (pathlib.Path(result.data_path) / file for file in DESCRIPTIONS):
         if file.exists() and (fault := _json_fault(file)) is not None:

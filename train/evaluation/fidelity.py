@@ -277,14 +277,12 @@ def measure(
     rows += operators.compiled(recipe, compiled) if compiled is not None else []
     rows += [*more, teacher]
     batch = recipe.inputs.prepare(test.take(slice(BATCH_SIZE)))
-    steps = num_steps(len(test), len(rows))
-    with progress.bar("measure", steps + rounds + 1) as report:
+    with progress.bar("measure", num_steps(len(test), len(rows))) as report:
         measured = figures(rows, teacher, recipe, test, report)
-        calls = {
-            row.name: functools.partial(jitted(row.model), row.variables, batch) for row in rows
-        }
+    calls = {row.name: functools.partial(jitted(row.model), row.variables, batch) for row in rows}
+    with progress.bar("time", rounds + 1) as report:  # a round is much quicker than a step above
         times = timing.interleaved(
-            calls, rounds=rounds, after_round=lambda index: report(steps + index, "times")
+            calls, rounds=rounds, after_round=lambda index: report(index, "times")
         )
     cases = len(measured[teacher.name].cases["rel_l2"])
     num_calls = {row.name: row.calls for row in rows}

@@ -11,7 +11,10 @@ class UserError(Exception):
 
 
 class Stopped(UserError):
-    """The user stopped the program, with Ctrl-C or SIGTERM; the message says how to continue."""
+    """The user stopped the program, with Ctrl-C or SIGTERM; the message says what is saved.
+
+    The command line adds how to continue.
+    """
 
 
 def need(module: str) -> types.ModuleType:

@@ -85,7 +85,7 @@ def train(
         prefetched = Prefetch(make_batch, start, last_step)
         with (
             run_folder.MetricsLog(run, resumed_at=start) as log,
-            progress.bar(f"train {recipe.name}", last_step, start) as report,
+            progress.bar(f"train {recipe.name}", last_step, start, log=True) as report,
         ):
             began = time.perf_counter()
             for count, batch in enumerate(prefetched, start + 1):
@@ -121,10 +121,7 @@ def train(
                 if stop or count == last_step or count % (save_every * epoch_steps) == 0:
                     checkpoints.save(whole(state), recipe, seed)
                 if stop:
-                    raise Stopped(
-                        f"stopped and saved at step {count} of {total}: resume with the same "
-                        f"command and --run {run} --resume"
-                    )
+                    raise Stopped(f"stopped and saved at step {count} of {total} in {run}")
     return of_state(recipe, seed, whole(state))
 
 

@@ -72,11 +72,14 @@ class MetricsLog:
                 entry = _parse(line)
                 if entry is not None and entry["step"] <= resumed_at:
                     lines.append(line)
-        run.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text("".join(line + "\n" for line in lines))
-        draft.replace(path)
-        self._file = path.open("a")
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".tmp")
+            draft.write_text("".join(line + "\n" for line in lines))
+            draft.replace(path)
+            self._file = path.open("a")
+        except OSError as fault:  # its own message would name the draft
+            raise UserError(f"cannot write {path}: {fault.strerror}") from fault
 
     def __enter__(self) -> "MetricsLog":
         return self

@@ -1,30 +1,84 @@
 """The command line: help for every sub-command, and train, compile, evaluate in a row."""
 
+import argparse
 import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 import asap_jax as aj
-from train.cli import fit_options, parser
+from train.cli import fit_options, parser, train_commands
 from train.data import tfds
+from train.evaluation import exported
 from train.recipes import catalogue
 from train.runtime.errors import UserError
-from train.training import linear_baseline
+from train.training import factory, linear_baseline
+from train.training.teacher import load_teacher
 
-COMMANDS = ("demo", "recipes", "train", "baseline", "compile", "evaluate", "esp", "refresh")
+
+def sub_parsers(top):
+    """Name to parser of every sub-command."""
+    (action,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
+    return action.choices
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_sub_command_has_help(command, capsys):
+COMMANDS = sub_parsers(parser.parser())
+STUDIES = sub_parsers(COMMANDS["study"])
+
+
+@pytest.mark.parametrize(
+    "words", [[name] for name in COMMANDS] + [["study", name] for name in STUDIES], ids=" ".join
+)
+def test_the_help_of_every_sub_command_says_what_it_prints_and_how_long_it_takes(words, capsys):
     with pytest.raises(SystemExit) as end:
-        parser.main([command, "--help"])
+        parser.main([*words, "--help"])
     assert end.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith(f"usage: python -m train {command}")
-    assert len(text.splitlines()) >= 5
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"usage: python -m train {' '.join(words)}")
+    assert "Prints " in text
+    assert "Takes " in text
+
+
+def test_an_unknown_argument_gives_the_usage_of_its_sub_command(capsys):
+    for words in (["recipes", "mnist"], ["study", "ideas", "run"], ["bench", "layer"]):
+        with pytest.raises(SystemExit) as end:
+            parser.main([*words, "--nothing"])
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"usage: python -m train {words[0]}")
+        assert "unrecognized arguments: --nothing" in error
+
+
+def test_ctrl_c_is_no_error_and_says_how_to_continue(tmp_path, monkeypatch, capsys):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_commands, "run_train", interrupted)
+    monkeypatch.setattr(train_commands, "run_baseline", interrupted)
+    command = ["train", "mnist", "--run", "a b"]
+    assert parser.main(command) == 130
+    line = "stopped; continue with: python -m train train mnist --run 'a b' --resume\n"
+    assert capsys.readouterr().err == line
+    assert parser.main([*command, "--resume"]) == 130
+    assert capsys.readouterr().err == line
+    assert parser.main(["baseline", "mnist"]) == 130
+    again = "stopped; the same command starts again: python -m train baseline mnist\n"
+    assert capsys.readouterr().err == again
+
+
+def test_a_file_that_cannot_be_written_is_one_line_without_a_temporary_name(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    run = tmp_path / "file" / "run"
+    assert parser.main(["train", "demo", "--epochs", "1", "--run", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: Not a directory: ")
+    assert error.count("\n") == 1
+    assert "tmp" not in error.replace(str(tmp_path), "")
 
 
 def test_the_module_runs_from_the_repository_root():
@@ -65,7 +119,16 @@ def test_a_user_error_is_one_line_and_exit_status_1(tmp_path, capsys):
 def test_a_missing_data_set_says_what_to_do(tmp_path, capsys):
     given = ["train", "demo", "--data-dir", str(tmp_path), "--run", str(tmp_path / "run")]
     assert parser.main(given) == 1
-    assert "--data-dir DIR" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--data-dir DIR" in error
+    assert "pip install tensorflow" not in error
+
+
+def test_training_says_which_preset_it_takes_and_what_it_and_the_small_one_cost():
+    paper, small = catalogue.find("mnist"), catalogue.find("mnist", "small")
+    line = train_commands.announced(paper)
+    assert line == f"training mnist, preset paper: {paper.cost}; --preset small: {small.cost}"
+    assert train_commands.announced(small) == f"training mnist, preset small: {small.cost}"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +202,7 @@ def test_train_compile_and_evaluate_work_together(minute, tmp_path, monkeypatch,
     assert parser.main(["compile", run, "--images", "60", "--ridge-scale", "trace"]) == 0
     assert parser.main(["evaluate", run, "--rounds", "1"]) == 0
     assert "compiled" in capsys.readouterr().out
+    check_export(run, capsys)
     for settings, message in (
         (["--closures", "three"], "'three'"),
         (["--closures", "two_sided"], "two_sided"),
@@ -151,8 +215,30 @@ def test_train_compile_and_evaluate_work_together(minute, tmp_path, monkeypatch,
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-    assert parser.main(["evaluate", run, "--artefact", str(tmp_path / "none.npz")]) == 1
-    assert "run python -m train compile" in capsys.readouterr().err
+    missing = ["--artefact", str(tmp_path / "none.npz"), "--data-dir", str(tfds.PACKAGED)]
+    assert parser.main(["evaluate", run, *missing]) == 1
+    hint = f"run python -m train compile {run} --data-dir {tfds.PACKAGED}"
+    assert hint in capsys.readouterr().err
+
+
+def check_export(run, capsys):
+    """The compiled run as a program: its outputs are those of the model, and it is timed."""
+    assert parser.main(["export", run, "--platforms", "cpu"]) == 0
+    file = pathlib.Path(run) / "compiled.export"
+    printed = capsys.readouterr().out
+    assert "inputs float32[batch, 28, 28, 1]; outputs float32[batch, 10]; platforms cpu" in printed
+    assert f"next: python -m train time {file}" in printed
+    trained = load_teacher(run)
+    variables = aj.load(pathlib.Path(run) / "compiled.npz", like=trained.variables)
+    (images,) = exported.inputs(exported.read(file), {"batch": 3})[0]
+    expected = jax.jit(factory.build(trained.recipe).apply)(variables, images)
+    np.testing.assert_allclose(exported.read(file).call(images), expected, atol=1e-5)
+    assert parser.main(["time", str(file), "--rounds", "1", "--size", "batch=3"]) == 0
+    assert "ms a call at batch=3 (median of 1), compiled in" in capsys.readouterr().out
+    assert parser.main(["time", str(file), "--size", "length=3"]) == 1
+    assert "no size 'length': its symbolic sizes are batch" in capsys.readouterr().err
+    assert parser.main(["time", str(pathlib.Path(run) / "compiled.npz")]) == 1
+    assert "is not a program that `jax.export` wrote" in capsys.readouterr().err
 
 
 def test_a_run_that_amortizes_is_tested_both_ways(minute, tmp_path, monkeypatch, capsys):
