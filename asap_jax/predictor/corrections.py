@@ -49,16 +49,22 @@ def advance(
     spec: SinkhornSpec,
     scaling: jax.Array,
     side: str,
+    inside: tuple[Problem, jax.Array | None],
 ) -> tuple[jax.Array, str]:
     """From the log ``scaling`` of ``side``: a closure and its correction, for each correction.
 
-    Returns the last corrected log scaling and its side.
+    ``inside`` is ``p`` within the limits of the predictor, see ``statistics.inside``. Returns the
+    last corrected log scaling and its side.
     """
     kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
+    within, ratio = inside
     for correction in corrections:
         scaling = log_domain.half_step(kernel, scaling, side, log_target)
         side = OTHER[side]
-        scaling = corrected(correction, p, spec, scaling, side)
+        if ratio is None:
+            scaling = corrected(correction, p, spec, scaling, side)
+        else:
+            scaling = corrected(correction, within, spec, ratio * scaling, side) / ratio
     return scaling, side
 
 
