@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, features, masks
 from asap_jax.predictor.heads import LinearHead
+from asap_jax.predictor.statistics import growth
 from asap_jax.problem import Problem, Tokens
 from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import OTHER
@@ -64,7 +65,9 @@ def advance(
         if ratio is None:
             scaling = corrected(correction, p, spec, scaling, side)
         else:
-            scaling = corrected(correction, within, spec, ratio * scaling, side) / ratio
+            shrunk = ratio * scaling
+            change = corrected(correction, within, spec, shrunk, side) - shrunk
+            scaling = scaling + growth(ratio) * change
     return scaling, side
 
 

@@ -44,8 +44,7 @@ class Predictor:
         the logarithms of ``score_rms``, ``query_rms``, ``key_rms`` and ``num_keys`` over all
         calibration problems (see ``predictor/statistics``). With a guard it also holds
         ``limits``: the largest ``query_rms`` and ``key_rms`` ``(H,)`` that the layer predicts
-        from. Larger tokens are shrunk to them, and the predicted dual is divided by the shrinkage
-        of the scores.
+        from. Larger tokens are shrunk to them, and the predicted dual grows in return.
       side: ``"query"`` or ``"key"``, the side of the dual.
       baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
         of that side from the zero dual (residual log-sum-exp).

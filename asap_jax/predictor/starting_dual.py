@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from asap_jax.predictor import corrections
 from asap_jax.predictor.predictor import Predictor, centred_dual, check, first_step
-from asap_jax.predictor.statistics import inside, limits_only
+from asap_jax.predictor.statistics import growth, inside, limits_only
 from asap_jax.problem import Problem
 from asap_jax.solvers.closures import OTHER
 from asap_jax.spec import SinkhornSpec
@@ -110,5 +110,5 @@ def predicted_dual(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> jax.
     if predictor.baseline == "first_step":
         first = first_step(p.scores, tokens, predictor.side, epsilon=spec.epsilon, mask=p.mask)
     dual = centred_dual(predictor, tokens, first) - tokens.shift()
-    dual = dual if ratio is None else dual / ratio
+    dual = dual if ratio is None else growth(ratio) * dual
     return jnp.where(p.active(predictor.side), dual, jnp.zeros_like(dual))

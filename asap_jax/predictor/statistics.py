@@ -32,10 +32,12 @@ from asap_jax.spec import SinkhornSpec
 
 NAMES = ("score_rms", "query_rms", "key_rms", "num_keys")
 LIMITS = "limits"
-REACH = 4.0
+REACH = 1.5
 """Limits of a guarded predictor: the calibration's mean plus this many standard deviations ..."""
 MARGIN = 0.1
 """... plus this, both of the logarithm."""
+LINEAR = 2.0
+"""Up to this shrinkage of the scores the dual of the shrunk problem is scaled back in full."""
 
 
 @flax.struct.dataclass
@@ -59,14 +61,17 @@ class Sums:
 
         ``scales``: the fit saw these multiples of all queries.
         """
-        mean = self.first / self.count[..., None]
-        square = jnp.maximum(self.second / self.count[..., None] - jnp.square(mean), 0)
-        log_scales = np.log(scales)
-        grow = np.isin(NAMES, ("score_rms", "query_rms"))
-        mean = mean + jnp.asarray(grow * log_scales.mean(), mean.dtype)
-        std = jnp.sqrt(square + jnp.asarray(grow * log_scales.var(), mean.dtype))
-        columns = enumerate(NAMES)
-        return {name: {"mean": mean[..., i], "std": std[..., i]} for i, name in columns}
+        count, first, second = (np.asarray(x) for x in (self.count, self.first, self.second))
+        mean = first / count[..., None]
+        square = np.maximum(second / count[..., None] - np.square(mean), 0)
+        log_scales, grow = np.log(scales), np.isin(NAMES, ("score_rms", "query_rms"))
+        mean = mean + grow * log_scales.mean()
+        std = np.sqrt(square + grow * log_scales.var())
+        array = lambda x: jnp.asarray(x.astype(first.dtype))
+        return {
+            name: {"mean": array(mean[..., i]), "std": array(std[..., i])}
+            for i, name in enumerate(NAMES)
+        }
 
 
 def logs(p: Problem, spec: SinkhornSpec) -> tuple[jax.Array, jax.Array]:
@@ -122,10 +127,6 @@ def inside(statistics: Any, p: Problem) -> tuple[Problem, jax.Array | None]:
     The second result is ``(..., H, 1)``, at most 1; it is None, and ``p`` unchanged, without
     limits. The mean of a side shrinks with it, so tokens that were multiplied by a number come back
     to where they were. The bias shrinks as the scores do.
-
-    For large scores a dual is nearly proportional to them, so the dual of the shrunk problem
-    divided by the ratio is the better guess than what features of large tokens give: some grow as
-    the fourth power of a token.
     """
     limits = limits_only(statistics)
     if limits is None:
@@ -135,12 +136,25 @@ def inside(statistics: Any, p: Problem) -> tuple[Problem, jax.Array | None]:
         limit = checks.array(f"limits of {side}", limits[LIMITS][side]).astype(p.q.dtype)
         rms = _rms(p, side)
         tiny = jnp.finfo(rms.dtype).tiny
+        limit = jax.lax.broadcast_to_rank(limit, rms.ndim)
         factors[side] = jnp.minimum(1, limit / jnp.maximum(rms, tiny))[..., None]
     ratio = factors["query"] * factors["key"]
     wide = lambda x: x[..., None]
     q, k = wide(factors["query"]) * p.q, wide(factors["key"]) * p.k
     bias = None if p.bias is None else wide(ratio) * p.bias
     return dataclasses.replace(p, q=q, k=k, bias=bias), ratio
+
+
+def growth(ratio: jax.Array) -> jax.Array:
+    """By what a dual of a problem shrunk by ``ratio`` is multiplied, in score coordinates.
+
+    For large scores a dual is nearly proportional to them, so ``1 / ratio`` is a better guess than
+    what features of large tokens give: some grow as the fourth power of a token. Far away the dual
+    grows as the square root only. Closures from the dual 0 are then as good, and a dual that is too
+    large is worse than one that is too small.
+    """
+    back = 1 / ratio
+    return jnp.where(back <= LINEAR, back, jnp.sqrt(LINEAR * back))
 
 
 def complete(statistics: Any) -> bool:

@@ -22,7 +22,7 @@ from train.reporting import progress
 from train.reporting.table import Report
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import amortized, fidelity_study, ideas, refresh
+from train.study import amortized, drift, fidelity_study, ideas, refresh
 from train.training import linear_baseline, loop, run_folder
 from train.training.splits import Split, announce, load_data
 from train.training.teacher import Teacher, accuracy_on, load_states, load_teacher
@@ -178,6 +178,19 @@ def run_study_amortized(options: argparse.Namespace) -> None:
         every=options.every,
         steps=options.steps,
         test_examples=options.test_examples,
+    )
+    report.print(progress.console())
+    _print_written(paths)
+
+
+def run_study_drift(options: argparse.Namespace) -> None:
+    """Measures compiled layers on inputs unlike those of their calibration."""
+    report, paths = drift.run(
+        options.folder,
+        options.data_dir,
+        options.out,
+        test_examples=options.test_examples,
+        num_images=options.calibration,
     )
     report.print(progress.console())
     _print_written(paths)

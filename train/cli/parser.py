@@ -20,7 +20,7 @@ from train.evaluation import compile_teacher
 from train.recipes import catalogue, schema
 from train.runtime import devices
 from train.runtime.errors import UserError
-from train.study import amortized, ideas, refresh, teacher_figures
+from train.study import amortized, drift, ideas, refresh, teacher_figures
 from train.training import checkpoints, run_folder
 
 
@@ -279,6 +279,24 @@ def _add_study(subs) -> None:
     )
     _add_study_of_runs(one_by_one, ideas.TEST_EXAMPLES, "ideas.md and .json")
     _add_study_amortized(kinds)
+    _add_study_drift(kinds)
+
+
+def _add_study_drift(kinds) -> None:
+    sub = _command(
+        kinds,
+        "drift",
+        commands.run_study_drift,
+        "measure compiled layers on inputs unlike those of their calibration",
+        "Compiles a teacher on its own training examples, multiplies its queries by numbers, and "
+        "runs it on other inputs: other data sets in the TFDS folder, random tokens or pixels, and "
+        "texts of other lengths. It writes the error of the layers, with and without a guard and a "
+        "fit to scaled queries, beside Sinkhorn with fewer steps and what diagnose says.",
+    )
+    _add_run(sub)
+    _add_test_examples(sub, drift.TEST_EXAMPLES)
+    _add_calibration(sub, "--calibration", compile_teacher.NUM_IMAGES)
+    _add_out(sub, "drift.md and .json", run_folder.DEFAULT / "study")
 
 
 def _add_study_of_runs(sub, test_examples: int, files: str) -> None:
