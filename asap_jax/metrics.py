@@ -3,8 +3,8 @@
 Weights are ``(..., heads, N, M)`` on attention scale. Functions of two arguments take the
 approximation first and the reference second.
 
-Every metric is a mean over what is active, so it is NaN if nothing is: an example whose keys are all
-masked has no error, neither a small nor a large one.
+Every metric is a mean over what is active, so it is NaN if nothing is: an example whose keys are
+all masked has no error, neither a small nor a large one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ KEEP = problems.key_padding([6, 4, 5], linen_models.LENGTH)
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A stack of layers under a scan, a compiled copy, and a batch ``(x, mask)`` like those of it."""
+    """A stack of layers under a scan, compiled, and a batch ``(x, mask)`` like its own."""
     rng = np.random.default_rng(5)
     model = linen_models.Scan()
     variables = linen_models.initial(rng, model)
