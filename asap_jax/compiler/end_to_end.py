@@ -16,7 +16,8 @@ class ModelReport:
     """The compiled model's output beside the teacher's, on the batches of a report.
 
     An example is one entry of the output's first axis; its change is the relative distance
-    ``|y_hat - y| / |y|`` over its other axes.
+    ``|y_hat - y| / |y|`` over its other axes. Numbers that are not finite in the teacher's output,
+    such as those of padded tokens with rubbish in them, are left out.
 
     Attributes:
       num_examples: examples of all batches.
@@ -57,6 +58,8 @@ def compare(pairs: Sequence[tuple[Outputs, Outputs]]) -> ModelReport | None:
             return None
         flat = [[x.reshape(len(x), -1) for x in side] for side in zip(*arrays, strict=True)]
         a, b = (np.concatenate(side, 1) for side in flat)
+        judged = np.isfinite(b)
+        a, b = np.where(judged, a, 0), np.where(judged, b, 0)
         norm = np.linalg.norm(b, axis=1)
         changes.append(np.linalg.norm(a - b, axis=1) / np.where(norm > 0, norm, 1))
         largest = float(np.maximum(largest, np.abs(a - b).max(initial=0)))

@@ -106,6 +106,16 @@ def test_tokens_are_no_classes_and_several_outputs_are_one_example(rng):
     assert 0.5 < found.mean_change < 1
 
 
+def test_numbers_that_the_teacher_does_not_have_are_left_out(rng):
+    theirs, ours = rng.normal(size=(2, 3, 5)).astype("f4")
+    expected = end_to_end.compare([([problems.array(ours)], [problems.array(theirs)])])
+    beside = lambda x, fill: [problems.array(np.pad(x, ((0, 0), (0, 1)), constant_values=fill))]
+    found = end_to_end.compare([(beside(ours, np.inf), beside(theirs, np.inf))])
+    assert found.worst_change == pytest.approx(expected.worst_change)
+    broken = end_to_end.compare([(beside(ours, np.nan), beside(theirs, 1.0))])
+    assert np.isnan(broken.worst_change)
+
+
 @pytest.mark.parametrize("shapes", [[], [()], [(3, 2), (4, 2)]], ids=["none", "scalar", "lengths"])
 def test_outputs_without_examples_are_not_compared(rng, shapes):
     outputs = [problems.normal(rng, *shape) for shape in shapes]

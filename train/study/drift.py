@@ -10,7 +10,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 import asap_jax as aj
@@ -179,7 +178,7 @@ def row(name: str, records: Records, fitted: Mapping[str, States]) -> Row:
     found = diagnosis.diagnose(records, watched, teacher=False)
     layers = found.layers.values()
     ratios = [float(layer.score_ratio) for layer in layers]
-    errors = jax.device_get(errors)
+    errors = {name: [float(x) for x in values] for name, values in errors.items()}
     return Row(
         name,
         {operator: float(np.mean(values)) for operator, values in errors.items()},
