@@ -10,6 +10,7 @@ from asap_jax.baselines.esp import esp_attention, esp_temperature_schedule
 from asap_jax.compiler.amortized import AmortizedState
 from asap_jax.compiler.automatic_fit import AutoFit
 from asap_jax.compiler.calibration import CompileResult
+from asap_jax.compiler.diagnosis import Diagnosis, LayerDiagnosis
 from asap_jax.compiler.options import Options
 from asap_jax.compiler.paper_fit import PaperFit
 from asap_jax.compiler.progress import Progress, progress
@@ -51,9 +52,11 @@ __all__ = [
     "CompiledState",
     "Correction",
     "CostInputs",
+    "Diagnosis",
     "DualPair",
     "KLFit",
     "KeyBias",
+    "LayerDiagnosis",
     "LayerReport",
     "LeastSquaresFit",
     "LinearHead",

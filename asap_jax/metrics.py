@@ -2,6 +2,9 @@
 
 Weights are ``(..., heads, N, M)`` on attention scale. Functions of two arguments take the
 approximation first and the reference second.
+
+Every metric is a mean over what is active, so it is NaN if nothing is: an example whose keys are
+all masked has no error, neither a small nor a large one.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def plan_kl(weights: ArrayLike, reference: ArrayLike) -> jax.Array:
     size = a.shape[-2]
     safe = lambda x: jnp.where(b > 0, x, jnp.ones_like(x))
     terms = b * (jnp.log(safe(b)) - jnp.log(safe(a))) - b + a
-    return jnp.mean(jnp.sum(terms, (-1, -2)) / size)
+    return _or_nan(jnp.mean(jnp.sum(terms, (-1, -2)) / size), b)
 
 
 def entropy(weights: ArrayLike, query_valid: ArrayLike | None = None) -> jax.Array:
@@ -95,7 +98,12 @@ def entropy(weights: ArrayLike, query_valid: ArrayLike | None = None) -> jax.Arr
     total = a.sum(-1, keepdims=True)
     p = a / jnp.where(total > 0, total, jnp.ones_like(total))
     h = -jnp.sum(p * jnp.log(jnp.where(p > 0, p, jnp.ones_like(p))), -1)
-    return _valid_mean(h, query_valid, "query_valid")
+    return _or_nan(_valid_mean(h, query_valid, "query_valid"), a)
+
+
+def _or_nan(value: jax.Array, weights: jax.Array) -> jax.Array:
+    """``value``; NaN if no weight is above 0."""
+    return jnp.where(jnp.max(weights) > 0, value, jnp.nan)
 
 
 def _rel_l2(a: jax.Array, b: jax.Array, head: int | None) -> jax.Array:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -83,6 +83,22 @@ class Record:
     def with_padding(self, padding: str | None) -> Record:
         """The record with this ``padding`` in its spec; the same for None."""
         return dataclasses.replace(self, spec=self.spec.with_padding(padding))
+
+    def with_queries(self, scale: float) -> Record:
+        """The record with its queries times ``scale``; the same for 1."""
+        return self if scale == 1 else dataclasses.replace(self, query=scale * self.query)
+
+
+class Passed(NamedTuple):
+    """One forward pass: the records of its layers by path, and the arrays of its output."""
+
+    records: dict[str, Record]
+    outputs: list[jax.Array]
+
+
+def array_leaves(output: Any) -> list[jax.Array]:
+    """The arrays of a model's output, in the order of its pytree."""
+    return [leaf for leaf in jax.tree.leaves(output) if isinstance(leaf, jax.Array)]
 
 
 @flax.struct.dataclass

@@ -161,3 +161,20 @@ def test_output_rel_l2_is_the_mean_over_heads_of_relative_distances(rng):
     np.testing.assert_allclose(aj.metrics.output_rel_l2(a, b), expected, rtol=1e-5)
     with pytest.raises(ValueError, match=r"output of shape \(2, 7, 3, 3\).*\(2, 7, 3, 4\)"):
         aj.metrics.output_rel_l2(a[..., :3], b)
+
+
+def test_every_metric_is_nan_with_nothing_active(weights):
+    """An example with every key masked: all weights are 0 and no token is valid."""
+    nothing = jnp.zeros((1, 1, 6, 5))
+    nobody, outputs = jnp.zeros(6, bool), jnp.zeros((1, 6, 1, 4))
+    values = {
+        "attention_rel_l2": aj.metrics.attention_rel_l2(nothing, nothing),
+        "output_rel_l2": aj.metrics.output_rel_l2(outputs, outputs),
+        "output_rmse": aj.metrics.output_rmse(outputs, outputs, query_valid=nobody),
+        "row_error": aj.metrics.row_error(nothing, nobody),
+        "column_error": aj.metrics.column_error(nothing, jnp.zeros(5, bool)),
+        "plan_kl": aj.metrics.plan_kl(nothing, nothing),
+        "entropy": aj.metrics.entropy(nothing),
+    }
+    for name, value in values.items():
+        assert np.isnan(value), name

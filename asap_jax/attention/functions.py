@@ -163,7 +163,9 @@ def compiled_plan(
     The start includes one closure for each correction of the predictor; the plan has the others.
     """
     total = num_closures(closures, predictor.side, spec, ending)
-    rows = row_mass.rows_of(predictor.row_mass, spec, ending, predictor.padding)
+    rows = row_mass.rows_of(
+        predictor.row_mass, spec, ending, predictor.padding, predictor.statistics
+    )
     start = DeferredStart.of(predictor, spec, total)
     remaining = Closures(start.side, total - len(predictor.corrections), spec.epsilon)
     plan = ClosedPlan(start, remaining, spec.key_mass, implementation)

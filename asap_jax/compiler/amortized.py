@@ -143,8 +143,7 @@ class AmortizedTraining:
 
     def _layer(self, path: str, record: Record) -> SumsFit:
         options = self.calibration.options
-        settings = options.closures, options.seed, options.holdout, options.ending
-        return SumsFit(path, record, self.fit, *settings)
+        return SumsFit(path, record, self.fit, options.closures, ending=options.ending)
 
 
 def check_state(state: Any) -> AmortizedState:
@@ -185,7 +184,7 @@ def _decayed(
 
 def _solved(layer: SumsFit, sums: tuple[NormalEquations, ...]) -> CompiledState:
     """The compiled state of the layer from these sums."""
-    layer.sums = list(sums)
+    layer.sums, layer.observed = list(sums), None  # statistics of one batch would say little
     state, _ = layer.solve()
     return state
 

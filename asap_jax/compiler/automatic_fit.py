@@ -127,13 +127,15 @@ class AutomaticLayerFit(StoringFit):
     candidate, but are fitted separately.
 
     Attributes:
+      chosen: name of the best candidate, None before ``solve``.
       fitted: candidate name and number of closures to predictor and figures, per layer.
     """
 
     fit: AutoFit
+    chosen: str | None = None
 
-    def __init__(self, path: str, record: Record, fit: AutoFit, *settings: Any):
-        super().__init__(path, record, fit, *settings)
+    def __init__(self, path: str, record: Record, fit: AutoFit, **settings: Any):
+        super().__init__(path, record, fit, **settings)
         self.fitted: dict[tuple[str, int], list[tuple[Predictor, dict[str, Any]]]] = {}
 
     def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
@@ -152,6 +154,7 @@ class AutomaticLayerFit(StoringFit):
             (candidate,) = (c for c in self.fit.tries if c.name == chosen)
             refitted = self.fit_stack(candidate, training + choice, self.closures)
             self.fitted[chosen, self.closures] = refitted
+        self.chosen = chosen
         common = dict(candidate=chosen, too_slow=tuple(too_slow), chosen_in_sample=not choice)
         common["ending"] = self.ending
         solved = []
@@ -159,6 +162,15 @@ class AutomaticLayerFit(StoringFit):
             values = {name: values[i] for name, values in scores.items()}
             solved.append((predictor, dict(figures, **common, choice=values)))
         return solved
+
+    def calibration_scales(self) -> Sequence[float]:
+        """Those of the chosen candidate."""
+        (scales,) = (c.scales for c in self.fit.tries if c.name == self.chosen)
+        return scales
+
+    def setting(self) -> str:
+        """The chosen candidate's name."""
+        return self.chosen or super().setting()
 
     @property
     def num_steps(self) -> int:

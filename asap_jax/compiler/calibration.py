@@ -10,24 +10,22 @@ import abc
 import dataclasses
 import functools
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from asap_jax import checks
 from asap_jax.compiler import progress
-from asap_jax.compiler.automatic_fit import mean_ladder
 from asap_jax.compiler.batches import check_batch, checked, describe_batch, own
+from asap_jax.compiler.clock import Clock, timed
+from asap_jax.compiler.end_to_end import ModelReport, compare
 from asap_jax.compiler.fit import LayerFit, Solved, check_finite, is_reported
+from asap_jax.compiler.measuring import Measurement
 from asap_jax.compiler.options import Options, named_fit
-from asap_jax.compiler.report import CompileReport, Ladder, LayerReport
+from asap_jax.compiler.report import CompileReport, LayerReport
 from asap_jax.fitting import fidelity
-from asap_jax.records import CompiledState, Record, fresh_probe, observe, split_batch
-
-BUDGETS = (2, 3, 4, 5)
+from asap_jax.records import CompiledState, Passed, Record, fresh_probe, observe, split_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +71,19 @@ class Calibration(abc.ABC):
         self.apply_kwargs = dict(apply_kwargs or {})
         self.fits: dict[str, LayerFit] = {}
         self.num_batches = 0
-        self.seconds = 0.0
+        self.clock = Clock()
 
     @abc.abstractmethod
+    def teacher(self, model: Any) -> Any:
+        """The model without compiled layers."""
+
+    @abc.abstractmethod
+    def passed(self, model: Any, batch: Any) -> Passed:
+        """One forward pass with dropout off; compiled layers of ``model`` run compiled."""
+
     def records(self, teacher: Any, batch: Any) -> Mapping[str, Record]:
-        """The records of every layer, by path, of one forward pass with dropout off."""
+        """The records of every layer, by path, of one forward pass of the teacher."""
+        return self.passed(self.teacher(teacher), batch).records
 
     @abc.abstractmethod
     def _trace(self, teacher: Any, states: Mapping[str, CompiledState], batch: Any) -> None:
@@ -102,6 +108,7 @@ class Calibration(abc.ABC):
                 f"{self.hint}"
             )
 
+    @timed
     def add(self, teacher: Any, batch: Any, index: int | None = None) -> None:
         """Adds one batch at the teacher's present state.
 
@@ -113,14 +120,19 @@ class Calibration(abc.ABC):
           TypeError: a batch with a leaf that is not an array, or with a list that the model does
             not take.
         """
-        start = time.perf_counter()
         where = f"calibration batch {self.num_batches if index is None else index}"
         check_batch(batch, where)
         options, recorded = self.options, self._copied_records(teacher, batch, where)
         for path, record in select(recorded, options.layers).items():
             if path not in self.fits:
-                settings = options.closures, options.seed, options.holdout, options.ending
-                self.fits[path] = self.fit.layer_kind()(path, record, self.fit, *settings)
+                settings = dict(
+                    closures=options.closures,
+                    seed=options.seed,
+                    holdout=options.holdout,
+                    ending=options.ending,
+                    guard=options.guard,
+                )
+                self.fits[path] = self.fit.layer_kind()(path, record, self.fit, **settings)
             self.fits[path].add(record, where)
         stored = sum(layer.stored_bytes for layer in self.fits.values()) / 2**30
         if stored > self.fit.memory_limit:
@@ -130,7 +142,6 @@ class Calibration(abc.ABC):
                 f"adds up sums (such as 'moments'), or a higher limit"
             )
         self.num_batches += 1
-        self.seconds += time.perf_counter() - start
 
     def _copied_records(self, teacher: Any, batch: Any, where: str) -> Mapping[str, Record]:
         """The records of a copy of the batch; TypeError if the model cannot take its lists."""
@@ -166,6 +177,7 @@ class Calibration(abc.ABC):
         for path in sorted(self.fits):
             self.fits[path].reduce(total)
 
+    @timed
     def finish(
         self,
         teacher: Any,
@@ -192,18 +204,34 @@ class Calibration(abc.ABC):
             check_batch(batch, f"report batch {index}")
         if not self.fits or not report_batches:
             raise ValueError("batches holds no batch: give at least one calibration batch")
-        start = time.perf_counter()
         again = functools.partial(self._again, teacher, fit_batches or tuple)
         with progress.stage("fit", sum(layer.num_steps for layer in self.fits.values())):
             solved = self.fit.solve(self.fits, again)
-        self.seconds += time.perf_counter() - start
         states = {path: state for path, (state, _) in solved.items()}
         self.check_switched(teacher, states, report_batches[0])
-        count = len(report_batches)
-        with progress.stage("report", count * len(solved)):
-            layers = self._measure(teacher, report_batches, solved)
-        report = CompileReport(layers, held_out, self.num_batches, count, self.seconds)
-        return CompileResult(states, report, **self.compiled(teacher, states))
+        compiled = self.compiled(teacher, states)
+        layers, model = self._measured(teacher, compiled, report_batches, solved)
+        counts = self.num_batches, len(report_batches)
+        seconds = self.clock.seconds, self.clock.compile_seconds
+        report = CompileReport(layers, held_out, *counts, *seconds, model)
+        return CompileResult(states, report, **compiled)
+
+    def _measured(
+        self,
+        teacher: Any,
+        compiled: Mapping[str, Any],
+        batches: Sequence[Any],
+        solved: Mapping[str, Solved],
+    ) -> tuple[dict[str, LayerReport], ModelReport | None]:
+        """The reports of the layers, and of the whole model."""
+        (model,) = compiled.values()
+        measurement, outputs = Measurement(solved, self.fits), []
+        with progress.stage("report", len(batches) * len(solved)):
+            for index, batch in enumerate(batches):
+                theirs = self.passed(self.teacher(teacher), batch)
+                measurement.add(theirs.records, f"batch {index}")
+                outputs.append((self.passed(model, batch).outputs, theirs.outputs))
+        return measurement.reports(), compare(outputs)
 
     def _again(
         self, teacher: Any, fit_batches: Callable[[], Iterable[Any]], path: str
@@ -214,44 +242,7 @@ class Calibration(abc.ABC):
             if path in records:
                 yield records[path]
 
-    def _measure(
-        self, teacher: Any, batches: Sequence[Any], solved: Mapping[str, Solved]
-    ) -> dict[str, LayerReport]:
-        """Mean fidelity over ``batches``: one LayerReport per layer, also within a stack."""
-        cases: dict[str, list[Any]] = {path: [] for path in solved}
-        ladders: dict[str, list[list[Ladder]]] = {path: [] for path in solved}
-        for index, batch in enumerate(batches):
-            recorded = self.records(teacher, batch)
-            for path, (state, _) in solved.items():
-                progress.begin(f"batch {index}, layer {path!r}")
-                if path not in recorded:  # an optional branch that this batch did not take
-                    continue
-                budgets = tuple(s for s in BUDGETS if s < state.spec.num_steps)
-                case = fidelity.layer_fidelity(recorded[path], state, budgets=budgets)
-                cases[path].append(
-                    jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1), case)
-                )
-                ladder = self.fits[path].ladder(recorded[path], timed=not ladders[path])
-                if ladder is not None:
-                    ladders[path].append(ladder)
-        reports = {}
-        for path, (_, figures) in solved.items():
-            if not cases[path]:
-                continue
-            means = jax.tree.map(lambda *x: np.mean(x, 0), *cases[path])
-            for i, numbers in enumerate(figures):
-                layer = f"{path}[{i}]" if self.fits[path].stack else path
-                # A jitted function returns a dict in the order of its sorted keys.
-                rank = lambda name: (name == "teacher", name.startswith("Sinkhorn"), name)
-                rows = {
-                    name: {metric: float(x[i]) for metric, x in means[name].items()}
-                    for name in sorted(means, key=rank)
-                }
-                fit = {**rows.pop("fit"), **numbers}
-                own = [ladder[i] for ladder in ladders[path]]
-                reports[layer] = LayerReport(layer, rows, fit, mean_ladder(own) if own else None)
-        return reports
-
+    @timed
     def run(
         self, teacher: Any, batches: Iterable[Any], *, total: Callable[[Any], Any] | None = None
     ) -> CompileResult:

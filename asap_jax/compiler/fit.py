@@ -16,7 +16,9 @@ from asap_jax import checks
 from asap_jax.attention import functions
 from asap_jax.compiler import progress
 from asap_jax.compiler.report import Ladder
+from asap_jax.fitting import targets
 from asap_jax.predictor import DualPair, Predictor
+from asap_jax.predictor.statistics import Sums, with_limits
 from asap_jax.records import CompiledState, Record, check_mask, stack_mark
 from asap_jax.spec import SinkhornSpec
 
@@ -97,8 +99,9 @@ class LayerFit(abc.ABC):
     Attributes:
       path, spec, stack: of the layer, see ``Record``.
       target: the spec that the closures end as: ``spec``, or that continued by one row step.
-      fit, seed, holdout, ending: see ``Options``.
+      fit, seed, holdout, ending, guard: see ``Options``.
       closures: the closures that the layer is compiled to.
+      observed: sums of the calibration statistics; None before the first batch.
       left_out: see ``Fit.left_out``.
       stored_bytes: of the activations that it stores.
     """
@@ -106,6 +109,7 @@ class LayerFit(abc.ABC):
     fit: Fit
     closures: str | int
     stored_bytes: int = 0
+    observed: Sums | None = None
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class LayerFit(abc.ABC):
         seed: int = 0,
         holdout: float = 0.2,
         ending: str = "teacher",
+        guard: bool = False,
     ):
         """Reads the shapes of the layer from its first ``record``, but does not add the record.
 
@@ -123,7 +128,7 @@ class LayerFit(abc.ABC):
           ValueError: a teacher that this fit cannot compile.
         """
         fit.check_teacher(path, record.spec, closures, ending)
-        self.path, self.fit, self.seed, self.holdout = path, fit, seed, holdout
+        self.path, self.fit, self.seed, self.holdout, self.guard = path, fit, seed, holdout, guard
         self.spec, self.stack, self.ending = record.spec, record.stack, ending
         self.target = self.spec.ended(ending)
         default, most = fit.default(ending), self.target.num_steps - 1
@@ -145,6 +150,8 @@ class LayerFit(abc.ABC):
         """
         check_mask(record, self.path, where)
         self._add(dataclasses.replace(record, spec=self.target), where)
+        new = targets.statistics_sums(record)
+        self.observed = new if self.observed is None else jax.tree.map(jnp.add, self.observed, new)
 
     @abc.abstractmethod
     def _add(self, record: Record, where: str) -> None:
@@ -183,11 +190,49 @@ class LayerFit(abc.ABC):
             raise ValueError(f"layer {self.path!r}: {error}") from error
         predictor = jax.tree.map(
             lambda *x: jnp.stack(x).reshape(*self.stack, *jnp.shape(x[0])),
-            *(predictor for predictor, _ in solved),
+            *(self._described(i, predictor) for i, (predictor, _) in enumerate(solved)),
         )
-        figures = [dict(numbers, left_out=self.left_out) for _, numbers in solved]
+        figures = [
+            dict(numbers, left_out=self.left_out, **self._facts(i, predictor))
+            for i, (predictor, numbers) in enumerate(solved)
+        ]
         mark = stack_mark(self.stack)
         return CompiledState(predictor, self.spec, self.closures, mark, ending=self.ending), figures
+
+    def calibration_scales(self) -> Sequence[float]:
+        """Multiples of the queries that the fit saw."""
+        return (1.0,)
+
+    def _described(self, index: int, predictor: Predictor | DualPair) -> Predictor | DualPair:
+        """The predictor of one layer with its calibration statistics."""
+        if self.observed is None or not np.asarray(self.observed.count).all():
+            return predictor
+        sums: Sums = self.layer(self.observed, index)
+        statistics = sums.statistics(self.calibration_scales())
+        if self.guard:
+            statistics = with_limits(statistics)
+        described = lambda p: dataclasses.replace(p, statistics=statistics)
+        if isinstance(predictor, DualPair):
+            query, key = described(predictor.query), described(predictor.key)
+            return DualPair(query, key, predictor.offset)
+        return described(predictor)
+
+    def _facts(self, index: int, predictor: Predictor | DualPair) -> dict[str, Any]:
+        """What the report's advice depends on."""
+        if self.observed is None:
+            return {}
+        one = predictor.query if isinstance(predictor, DualPair) else predictor
+        lost = float(np.asarray(self.layer(self.observed, index).featureless).sum())
+        padding = one.padding or self.spec.padding
+        return dict(
+            setting=self.setting(),
+            num_coefficients=sum(leaf.size for leaf in jax.tree.leaves(one.head)),
+            featureless_queries=0.0 if padding == "none" else lost,
+        )
+
+    def setting(self) -> str:
+        """The fit in short, for the report: its class, or the name of a candidate."""
+        return type(self.fit).__name__
 
     def layer(self, sums: Any, index: int) -> Any:
         """The arrays of layer ``index`` of the stack."""

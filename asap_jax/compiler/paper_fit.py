@@ -190,8 +190,8 @@ class PaperLayerFit(LayerFit):
     shared: list[NormalEquations] | None = None
     stream: Callable[[], Iterator[Record]]
 
-    def __init__(self, path: str, record: Record, fit: PaperFit, *settings: Any):
-        super().__init__(path, record, fit, *settings)
+    def __init__(self, path: str, record: Record, fit: PaperFit, **settings: Any):
+        super().__init__(path, record, fit, **settings)
         closures = self.closures
         self.targets: tuple[str | int, ...] = (closures,)
         if isinstance(closures, str):
@@ -246,7 +246,7 @@ class PaperLayerFit(LayerFit):
         """Replaces the sums by their totals over processes; ValueError for the KL objective."""
         if self.fit.objective == "kl":
             super().reduce(total)
-        self.sums, self.offset = total((self.sums, self.offset))
+        self.sums, self.offset, self.observed = total((self.sums, self.offset, self.observed))
 
     def total(self) -> list[NormalEquations]:
         """Normal equations over all layers of the stack and all heads, one per target."""

@@ -6,6 +6,11 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from asap_jax.compiler import verdict
+from asap_jax.compiler.end_to_end import ModelReport
+
 METRICS = ("calls", "rel_l2", "output_rel_l2", "output_rmse", "row_error", "column_error")
 SAME_ENDING = "Sinkhorn, same ending"  # row of a ladder
 HEADINGS = (
@@ -33,24 +38,47 @@ class LayerReport:
       rows: operator name to ``{calls, rel_l2, output_rel_l2, output_rmse, row_error,
         column_error}``; calls are those of an attention kernel that stores no N x M array.
       fit: ``r_squared_fit`` (least squares, fit batches) and ``r_squared`` (report batches) of the
-        predicted dual, ``num_rows`` of the regression, and ``left_out``: default numbers of
-        closures for which the teacher has too few steps. A KL fit adds ``kl_reason``,
+        predicted dual: the share of its variance that the prediction explains. ``num_rows`` of the
+        regression; ``left_out``: default numbers of closures for which the teacher has too few
+        steps; ``setting``: the class of the fit or the name of the candidate;
+        ``num_coefficients``, and ``featureless_queries``: padded queries of the fit that took part
+        in the closures without features. A KL fit adds ``kl_reason``,
         ``kl_converged``, ``kl_steps`` and ``plan_kl`` (mean per problem, fit batches). The
         automatic choice adds the chosen ``candidate``, ``choice`` (error of each candidate on the
         batches for the choice), the names of those ``too_slow``, ``chosen_in_sample``: whether the
         choice had to use the fit's own batches, and ``ending``: for ``"row"`` the errors of
         ``choice`` and ``ladder`` are those of the head outputs.
       ladder: comparison on the report batches, by the automatic choice only.
+      closures, num_steps, ending: of the compiled layer and of its teacher.
     """
 
     path: str
     rows: dict[str, dict[str, float]]
     fit: dict[str, Any]
     ladder: Ladder | None = None
+    closures: str | int = 2
+    num_steps: int = 2
+    ending: str = "teacher"
+
+    @property
+    def verdicts(self) -> list[verdict.Verdict]:
+        """Each compiled operator against Sinkhorn of as many attention calls."""
+        return verdict.verdicts(self.rows, self.ending)
+
+    def _judgement(self) -> list[str]:
+        lines = [f"  verdict: {verdict.sentence(v, self.rows)}" for v in self.verdicts]
+        # The last operator is the one that the layer runs.
+        if self.verdicts and not self.verdicts[-1].closer:
+            ways = verdict.advice(self.fit, self.closures, self.num_steps)
+            lines.append(f"  what to try: {'; '.join(ways)}")
+        return lines
 
     def _fit(self) -> str:
         fit = self.fit
-        text = f"dual R2 {fit['r_squared']:.4f} ({int(fit['num_rows'])} rows)"
+        text = (
+            f"the prediction explains {100 * fit['r_squared']:.1f} % of the variance of the "
+            f"teacher's dual ({int(fit['num_rows'])} rows)"
+        )
         if "kl_reason" in fit:
             state = "converged" if fit["kl_converged"] else "NOT converged"
             text += (
@@ -121,7 +149,7 @@ class LayerReport:
             lines.append(f"  {name:<{width}} {cells}")
         if self.ladder is not None:
             lines += self._ladder(self.ladder)
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._judgement()])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +160,10 @@ class CompileReport:
       layers: path to LayerReport.
       held_out: whether the figures are from batches that the fit did not see.
       num_fit_batches, num_report_batches: number of batches for the fit and for the report.
-      fit_seconds: wall clock of recording the teacher and fitting, compilation included.
+      fit_seconds: wall clock from the call of ``compile`` to its return: recording the teacher,
+        fitting, checking and measuring this report. Of a ``Calibration``, the time in its methods.
+      compile_seconds: how much of it JAX spent on compiling programs; NaN if not measured.
+      model: what changed at the output of the whole model; None if it was not measured.
     """
 
     layers: dict[str, LayerReport]
@@ -140,11 +171,36 @@ class CompileReport:
     num_fit_batches: int
     num_report_batches: int
     fit_seconds: float
+    compile_seconds: float = math.nan
+    model: ModelReport | None = None
+
+    def _summary(self) -> list[str]:
+        """Median and worst layer of every compiled operator that all layers have."""
+        reports = list(self.layers.values())
+        common = [name for name in reports[0].rows if all(name in r.rows for r in reports)]
+        lines = []
+        for name in filter(verdict.is_compiled, common):
+            errors = {r.path: r.rows[name]["rel_l2"] for r in reports}
+            worst = max(errors, key=errors.__getitem__)
+            lines.append(
+                f"{name!r}, attention rel-l2: median layer {np.median([*errors.values()]):.3g}, "
+                f"worst layer {errors[worst]:.3g} ({worst})"
+            )
+        return lines
 
     def __str__(self) -> str:
         share = "held-out" if self.held_out else "IN-SAMPLE (give more batches to hold some out)"
+        time = f"{self.fit_seconds:.1f} s"
+        if not math.isnan(self.compile_seconds):
+            time += f" ({self.compile_seconds:.1f} s of it compilation)"
         head = (
-            f"{len(self.layers)} layer(s), fitted on {self.num_fit_batches} batch(es) in "
-            f"{self.fit_seconds:.1f} s; figures on {self.num_report_batches} {share} batch(es)"
+            f"{len(self.layers)} layer(s), fitted on {self.num_fit_batches} batch(es) in {time}; "
+            f"figures on {self.num_report_batches} {share} batch(es)"
         )
-        return "\n".join([head, *map(str, self.layers.values())])
+        lines = [head]
+        lines += self._summary() if len(self.layers) > 1 else []
+        lines += [] if self.model is None else [str(self.model)]
+        behind = [r.path for r in self.layers.values() if r.verdicts and not r.verdicts[-1].closer]
+        if behind:
+            lines.append(f"WARNING: no closer than Sinkhorn of as many calls: {', '.join(behind)}")
+        return "\n".join([*lines, *map(str, self.layers.values())])

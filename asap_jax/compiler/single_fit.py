@@ -44,6 +44,8 @@ class Candidate(Fit[LayerFit]):
       features: feature families of every stage; a codebook is added to them.
       row_mass: also fit the row sums, from ``features`` at the queries, without a codebook. For
         ``ending="row"`` of a teacher that ends on columns; the rows then no longer sum to one.
+      scales: fit to the calibration queries times each of these numbers, so that the layer also
+        holds where scores are larger than those of the calibration.
       memory_limit: see ``Fit``.
 
     Raises:
@@ -64,9 +66,15 @@ class Candidate(Fit[LayerFit]):
     hidden: int = 0
     features: tuple = (Moments(),)
     row_mass: bool = False
+    scales: tuple[float, ...] = (1.0,)
 
     def __post_init__(self):
         super().__post_init__()
+        scales = checks.items("scales", self.scales)
+        scales = tuple(checks.positive_float("scales", scale) for scale in scales)
+        if not scales or len(set(scales)) < len(scales):
+            raise ValueError(f"scales must be one or more different numbers > 0, got {scales}")
+        object.__setattr__(self, "scales", scales)
         checks.instance("name", self.name, str, "a string")
         for name in ("rounds", "tuned", "hidden"):
             value = getattr(self, name)
@@ -157,6 +165,7 @@ class Candidate(Fit[LayerFit]):
           ValueError: no active token, or values that are not finite.
         """
         records = [record.with_padding(self.padding) for record in records]
+        records = [record.with_queries(scale) for scale in self.scales for record in records]
         fitted = stages.fit_rounds(
             records,
             self.features,
@@ -235,15 +244,25 @@ class SumsFit(LayerFit):
         fit, record = self.fit, record.with_padding(self.fit.padding)
         damping = fit.damping if self.closures == 1 else None
         settings = dict(target=self.closures, rows=fit.rows, damping=damping)
-        new = [targets.layer_sums(record, fit.features, **settings)]
-        if fit.row_mass:
-            new.append(targets.row_mass_sums(record, fit.features, rows=fit.rows))
-        check_finite(new, record, self.path, where)
-        self.sums = jax.tree.map(jnp.add, self.sums, new) if self.sums else new
+        for scale in fit.scales:
+            scaled = record.with_queries(scale)
+            new = [targets.layer_sums(scaled, fit.features, **settings)]
+            if fit.row_mass:
+                new.append(targets.row_mass_sums(scaled, fit.features, rows=fit.rows))
+            check_finite(new, record, self.path, where)
+            self.sums = jax.tree.map(jnp.add, self.sums, new) if self.sums else new
+
+    def calibration_scales(self) -> Sequence[float]:
+        """Those of the candidate."""
+        return self.fit.scales
+
+    def setting(self) -> str:
+        """The candidate's name."""
+        return self.fit.name
 
     def reduce(self, total: Callable[[Any], Any]) -> None:
         """Replaces the sums by their totals over processes."""
-        self.sums = total(self.sums)
+        self.sums, self.observed = total((self.sums, self.observed))
 
     def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
         fit, side = self.fit, self.target.side_before_end(self.closures)
@@ -262,8 +281,8 @@ class StoringFit(LayerFit):
 
     closures: int
 
-    def __init__(self, path: str, record: Record, fit: Fit, *settings: Any):
-        super().__init__(path, record, fit, *settings)
+    def __init__(self, path: str, record: Record, fit: Fit, **settings: Any):
+        super().__init__(path, record, fit, **settings)
         self.records: list[list[Record]] = []  # per batch, the record of each layer of the stack
 
     def _add(self, record: Record, where: str) -> None:
@@ -293,6 +312,14 @@ class RecordsFit(StoringFit):
     """Fits a candidate of several stages."""
 
     fit: Candidate
+
+    def calibration_scales(self) -> Sequence[float]:
+        """Those of the candidate."""
+        return self.fit.scales
+
+    def setting(self) -> str:
+        """The candidate's name."""
+        return self.fit.name
 
     def _solve_layers(self) -> list[tuple[Predictor, dict[str, Any]]]:
         return self.fit_stack(self.fit, self.records, self.closures)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from asap_jax import checks, masks, metrics
 from asap_jax.attention import functions
 from asap_jax.attention.flax_call import AttentionFunction
+from asap_jax.features import SlicedPotentials
 from asap_jax.fitting import targets
-from asap_jax.predictor import row_mass
+from asap_jax.predictor import DualPair, Predictor, row_mass
 from asap_jax.predictor.starting_dual import predicted_dual
 from asap_jax.records import CompiledState, Record, call, over_stack, problem
 from asap_jax.solvers import ctransform, log_domain
@@ -74,7 +75,7 @@ def layer_fidelity(
             )
 
         result = {}
-        for name, closures in operators(state.closures, state.ending).items():
+        for name, closures in operators(state.closures, state.ending, predictor).items():
             calls = compiled_calls(predictor, spec, closures, state.ending)
             settings = dict(spec=spec, closures=closures, ending=state.ending, predictor=predictor)
             result[name] = measure(calls, *run(functions.asap_attention, **settings))
@@ -110,19 +111,29 @@ def compiled_calls(predictor: Any, spec: SinkhornSpec, closures: str | int, endi
     return before + Closures(predictor.side, number).num_calls
 
 
-def operators(closures: str | int, ending: str = "teacher") -> dict[str, str | int]:
+def operators(
+    closures: str | int, ending: str, predictor: Predictor | DualPair
+) -> dict[str, str | int]:
     """Name in reports to closures, for the operators that a fit to ``closures`` gives.
 
-    A fit of the source dual gives both operators of the paper.
+    A fit of the source dual gives both operators of the paper. They are called ASAP if the
+    predictor is the paper's own: a linear map of sliced potentials and nothing else.
     """
     suffix = ", row ending" if ending == "row" else ""
     if closures == "none":
         return {"both duals predicted": "none"}
-    if isinstance(closures, str) and not suffix:
-        return {"ASAP-0": "one_sided", "ASAP": "two_sided"}
     if isinstance(closures, str):
-        return {f"ASAP{suffix}": closures}
+        asap = isinstance(predictor, Predictor) and _is_of_the_paper(predictor)
+        two = "ASAP" if asap else "compiled, two-sided"
+        if suffix:
+            return {f"{two}{suffix}": closures}
+        return {"ASAP-0" if asap else "compiled, one-sided": "one_sided", two: "two_sided"}
     return {f"compiled, {closures} closure{'s' if closures > 1 else ''}{suffix}": closures}
+
+
+def _is_of_the_paper(predictor: Predictor) -> bool:
+    sliced = all(isinstance(family, SlicedPotentials) for family in predictor.features)
+    return sliced and predictor.baseline == "none" and predictor.token_bias is None
 
 
 @functools.partial(jax.jit, static_argnames=("function", "of_outputs", "closures", "ending"))

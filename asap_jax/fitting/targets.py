@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, features, masks
 from asap_jax.fitting.least_squares import NormalEquations, einsum
+from asap_jax.predictor import statistics
 from asap_jax.predictor.corrections import cost_dual
 from asap_jax.predictor.predictor import first_step
 from asap_jax.problem import Problem, Tokens
@@ -89,6 +90,12 @@ def layer_sums(
         return zero.add_weighted(x, y, weigh, valid)
 
     return over_stack(sums, record)
+
+
+@jax.jit
+def statistics_sums(record: Record) -> statistics.Sums:
+    """Sums of the calibration statistics; a stacked record gives a leading axis of layers."""
+    return over_stack(lambda record: statistics.sums(problem(record), record.spec), record)
 
 
 @functools.partial(jax.jit, static_argnames="rows")

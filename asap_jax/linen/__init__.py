@@ -3,7 +3,7 @@
 from asap_jax.linen.amortized import AmortizedTraining
 from asap_jax.linen.attention import CAPTURE, STATE, SinkhornAttention
 from asap_jax.linen.baselines import DiffAttention, EspAttention
-from asap_jax.linen.calibration import Calibration, compile, state_tree
+from asap_jax.linen.calibration import Calibration, compile, diagnose, state_tree
 
 __all__ = [
     "CAPTURE",
@@ -14,5 +14,6 @@ __all__ = [
     "EspAttention",
     "SinkhornAttention",
     "compile",
+    "diagnose",
     "state_tree",
 ]

@@ -15,11 +15,12 @@ from flax.linen.module import TestScope
 
 from asap_jax import checks, records
 from asap_jax.compiler import calibration as compiling
-from asap_jax.compiler import programs
+from asap_jax.compiler import diagnosis, programs
+from asap_jax.compiler.diagnosis import Diagnosis
 from asap_jax.compiler.fit import Fit
 from asap_jax.compiler.options import Options, explain_fit_settings
 from asap_jax.linen.attention import CAPTURE, SCAN_HINT, STATE
-from asap_jax.records import CompiledState, Record
+from asap_jax.records import CompiledState, Passed, Record
 
 
 class Calibration(compiling.Calibration):
@@ -48,11 +49,16 @@ class Calibration(compiling.Calibration):
         # A forward may read other values in every compile, so it shares no program.
         self._recorded = programs.bind(_record, self._run, share=forward is None)
 
-    def records(self, teacher: Mapping, batch: Any) -> Mapping[str, Record]:
-        """The records of every layer at the variables ``teacher``."""
+    def teacher(self, model: Mapping) -> dict:
+        """The variables without compiled states."""
+        return _plain(model)
+
+    def passed(self, model: Mapping, batch: Any) -> Passed:
+        """One forward pass at the variables ``model``, whose compiled layers run compiled."""
+        variables = {name: tree for name, tree in model.items() if name != CAPTURE}
         with _axis_errors(CAPTURE):
             try:
-                return self._recorded(_plain(teacher), batch)
+                return self._recorded(variables, batch)
             except jax.errors.UnexpectedTracerError as error:
                 raise ValueError(
                     f"forward runs the whole model inside a transform (jax.jit, nn.remat): "
@@ -96,6 +102,7 @@ def compile(
     layers: Sequence[str] | None = None,
     holdout: float = 0.2,
     seed: int = 0,
+    guard: bool = False,
     apply_kwargs: Mapping[str, Any] | None = None,
     forward: Callable[[Any, Any], Any] | None = None,
 ) -> compiling.CompileResult:
@@ -106,7 +113,7 @@ def compile(
       variables: its trained variables; left unchanged.
       batches: an iterable of unlabeled calibration batches. An array is passed as one argument, a
         tuple as ``*batch``, a dict as ``**batch``.
-      fit, closures, ending, layers, holdout, seed: see ``asap_jax.Options``.
+      fit, closures, ending, layers, holdout, seed, guard: see ``asap_jax.Options``.
       apply_kwargs: further keywords of ``model.apply``, such as ``{"train": False}``. Dropout is
         always off during calibration.
       forward: ``forward(variables, batch)``, called instead of ``model.apply``; it must call
@@ -120,7 +127,7 @@ def compile(
       ValueError, TypeError: no such layer, num_steps = 1, no data, data that are not finite, a
         transform that drops the collections, settings out of range; the message has the reason.
     """
-    options = Options(fit, closures, ending, layers, holdout, seed)
+    options = Options(fit, closures, ending, layers, holdout, seed, guard)
     calibration = Calibration(model, options, apply_kwargs=apply_kwargs, forward=forward)
     return calibration.run(variables, batches)
 
@@ -150,8 +157,8 @@ class _Apply:
         return self.model.apply(variables, *args, rngs=rngs, mutable=mutable, **settings)
 
 
-def _record(run: Callable[[Any, Any], Any], variables: dict, batch: Any) -> dict[str, Record]:
-    """Runs one forward pass and returns the records of its layers, by path."""
+def _record(run: Callable[[Any, Any], Any], variables: dict, batch: Any) -> Passed:
+    """Runs one forward pass."""
     passes: dict[int, tuple[Any, Mapping]] = {}
     # A trace that fails is not kept, so the next call checks again.
     with records.observe() as observer, nn.intercept_methods(_capture_into(passes)):
@@ -165,12 +172,49 @@ def _record(run: Callable[[Any, Any], Any], variables: dict, batch: Any) -> dict
     # If forward is jitted, the intercepted records are leaked tracers: use its own result.
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         collections = [result[1][CAPTURE]] if CAPTURE in result[1] else collections
+        result = result[0] if CAPTURE in result[1] else result
     if len(collections) != 1:
         raise ValueError(
             f"forward must call model.apply exactly once, it did {len(collections)} times; under "
             f"jax.jit it must pass mutable=[{CAPTURE!r}] and return (output, state)"
         )
-    return records.group_by_path(collections[0], Record)
+    by_path = records.group_by_path(collections[0], Record)
+    return Passed(by_path, records.array_leaves(result))
+
+
+def diagnose(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    batch: Any,
+    *,
+    teacher: bool = False,
+    apply_kwargs: Mapping[str, Any] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
+) -> Diagnosis:
+    """Whether the compiled layers of a linen model still fit the data that they run on.
+
+    Runs the compiled model on a batch, with dropout off, and compares what its layers receive with
+    their calibration statistics. Pure; works under ``jax.jit``.
+
+    Args:
+      model: the linen module.
+      variables: those that ``compile`` or ``load`` returned.
+      batch: an unlabeled batch, as for ``compile``.
+      teacher: also measure the distance of every layer from its teacher on this batch.
+      apply_kwargs, forward: see ``compile``.
+
+    Returns:
+      Diagnosis, one LayerDiagnosis for each compiled layer that ran; prints as a table.
+
+    Raises:
+      ValueError: no layer of the model is compiled, or none of them ran.
+      TypeError: a batch with a leaf that is not an array.
+    """
+    calibration = Calibration(model, apply_kwargs=apply_kwargs, forward=forward)
+    checks.instance("variables", variables, Mapping, "the variables of a linen model")
+    states = records.group_by_path(dict(variables.get(STATE, {})), CompiledState)
+    recorded = calibration.passed(variables, diagnosis.checked_batch(batch)).records
+    return diagnosis.diagnose(recorded, states, teacher=teacher)
 
 
 def _capture_into(passes: dict[int, tuple[Any, Mapping]]) -> Callable[..., Any]:

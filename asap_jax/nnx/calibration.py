@@ -11,11 +11,12 @@ from flax import linen, nnx
 
 from asap_jax import checks, records
 from asap_jax.compiler import calibration as compiling
-from asap_jax.compiler import programs
+from asap_jax.compiler import diagnosis, programs
+from asap_jax.compiler.diagnosis import Diagnosis
 from asap_jax.compiler.fit import Fit
 from asap_jax.compiler.options import Options, explain_fit_settings
 from asap_jax.nnx.attention import SCAN_HINT, AsapCapture, AsapState, SinkhornAttention
-from asap_jax.records import CompiledState, Record
+from asap_jax.records import CompiledState, Passed
 
 
 def sinkhorn_layers(model: nnx.Module) -> dict[str, SinkhornAttention]:
@@ -60,9 +61,13 @@ class Calibration(compiling.Calibration):
         # A forward may read other values in every compile, so it shares no program.
         self._recorded = programs.bind(_record, self._run, share=forward is None)
 
-    def records(self, teacher: nnx.Module, batch: Any) -> Mapping[str, Record]:
-        """The records of every layer of the model ``teacher``."""
-        probe = _evaluating(teacher)
+    def teacher(self, model: nnx.Module) -> nnx.Module:
+        """A copy of the model without compiled states."""
+        return _evaluating(model)
+
+    def passed(self, model: nnx.Module, batch: Any) -> Passed:
+        """One forward pass of a copy of ``model`` in evaluation mode."""
+        probe = _evaluating(model, compiled=True)
         for path, layer in sinkhorn_layers(probe).items():
             # As nnx.capture does, but on these modules only. The number prevents trace-cache hits.
             slot = AsapCapture({}, path=path, probe=Calibration._probe)
@@ -97,6 +102,7 @@ def compile(
     layers: Sequence[str] | None = None,
     holdout: float = 0.2,
     seed: int = 0,
+    guard: bool = False,
     apply_kwargs: Mapping[str, Any] | None = None,
     forward: Callable[[Any, Any], Any] | None = None,
 ) -> compiling.CompileResult:
@@ -106,7 +112,7 @@ def compile(
       model: any nnx module that uses ``SinkhornAttention`` as ``attention_fn``; left unchanged. A
         copy in evaluation mode, with dropout off, is calibrated.
       batches: as ``asap_jax.linen.compile``.
-      fit, closures, ending, layers, holdout, seed: see ``asap_jax.Options``.
+      fit, closures, ending, layers, holdout, seed, guard: see ``asap_jax.Options``.
       apply_kwargs: further keywords of the call.
       forward: ``forward(model, batch)`` instead of calling the model.
 
@@ -116,17 +122,17 @@ def compile(
     Raises:
       ValueError, TypeError: as ``asap_jax.linen.compile``.
     """
-    options = Options(fit, closures, ending, layers, holdout, seed)
+    options = Options(fit, closures, ending, layers, holdout, seed, guard)
     return Calibration(options, apply_kwargs=apply_kwargs, forward=forward).run(model, batches)
 
 
-def _evaluating(model: nnx.Module) -> nnx.Module:
-    """A copy of the teacher in evaluation mode, without compiled states."""
+def _evaluating(model: nnx.Module, *, compiled: bool = False) -> nnx.Module:
+    """A copy of a model in evaluation mode, without compiled states unless ``compiled``."""
     if not isinstance(model, nnx.Module):
         hint = "; call asap_jax.linen.compile" if isinstance(model, linen.Module) else ""
         raise TypeError(f"model must be an nnx.Module, got {checks.describe(model)}{hint}")
     teacher = nnx.clone(model)
-    for layer in sinkhorn_layers(teacher).values():
+    for layer in () if compiled else sinkhorn_layers(teacher).values():
         layer.asap = None
     for _, module in nnx.iter_modules(teacher):
         if isinstance(module, nnx.Dropout):
@@ -153,14 +159,12 @@ class _Call:
         return model(*args, **{**kwargs, **dict(self.keywords)})
 
 
-def _record(
-    run: Callable[[Any, Any], Any], graph: Any, state: Any, batch: Any
-) -> dict[str, Record]:
-    """Runs one forward pass and returns the records of its layers, by path."""
+def _record(run: Callable[[Any, Any], Any], graph: Any, state: Any, batch: Any) -> Passed:
+    """Runs one forward pass."""
     model = nnx.merge(graph, state)
     # A trace that fails is not kept, so the next call checks again.
     with records.observe() as observer:
-        run(model, batch)
+        output = run(model, batch)
     recorded = {}
     for path, layer in sinkhorn_layers(model).items():
         (slot,) = layer.__captures__
@@ -172,4 +176,31 @@ def _record(
             f"layers {lost} ran but their records were dropped by a transform around them: "
             f"{SCAN_HINT}"
         )
-    return recorded
+    return Passed(recorded, records.array_leaves(output))
+
+
+def diagnose(
+    model: nnx.Module,
+    batch: Any,
+    *,
+    teacher: bool = False,
+    apply_kwargs: Mapping[str, Any] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
+) -> Diagnosis:
+    """Whether the compiled layers of an nnx model still fit the data that they run on.
+
+    Args:
+      model: the compiled model; left unchanged. A copy in evaluation mode runs.
+      batch, teacher, apply_kwargs, forward: as ``asap_jax.linen.diagnose``, for nnx.
+
+    Returns:
+      Diagnosis, as ``asap_jax.linen.diagnose``.
+
+    Raises:
+      ValueError, TypeError: as ``asap_jax.linen.diagnose``.
+    """
+    calibration = Calibration(apply_kwargs=apply_kwargs, forward=forward)
+    recorded = calibration.passed(model, diagnosis.checked_batch(batch)).records
+    slots = {path: layer.asap for path, layer in sinkhorn_layers(model).items()}
+    states = {path: slot.get_value() for path, slot in slots.items() if slot is not None}
+    return diagnosis.diagnose(recorded, states, teacher=teacher)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, features, masks
 from asap_jax.predictor.heads import LinearHead
+from asap_jax.predictor.statistics import growth
 from asap_jax.problem import Problem, Tokens
 from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import OTHER
@@ -49,16 +50,24 @@ def advance(
     spec: SinkhornSpec,
     scaling: jax.Array,
     side: str,
+    inside: tuple[Problem, jax.Array | None],
 ) -> tuple[jax.Array, str]:
     """From the log ``scaling`` of ``side``: a closure and its correction, for each correction.
 
-    Returns the last corrected log scaling and its side.
+    ``inside`` is ``p`` within the limits of the predictor, see ``statistics.inside``. Returns the
+    last corrected log scaling and its side.
     """
     kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
+    within, ratio = inside
     for correction in corrections:
         scaling = log_domain.half_step(kernel, scaling, side, log_target)
         side = OTHER[side]
-        scaling = corrected(correction, p, spec, scaling, side)
+        if ratio is None:
+            scaling = corrected(correction, p, spec, scaling, side)
+        else:
+            shrunk = ratio * scaling
+            change = corrected(correction, within, spec, shrunk, side) - shrunk
+            scaling = scaling + growth(ratio) * change
     return scaling, side
 
 

@@ -61,7 +61,9 @@ def key_bias(
             f"and ending={ending!r} of a teacher with num_steps={spec.num_steps}"
         )
     check(predictor, 1)
-    rows_of = row_mass.rows_of(predictor.row_mass, spec, ending, predictor.padding)
+    rows_of = row_mass.rows_of(
+        predictor.row_mass, spec, ending, predictor.padding, predictor.statistics
+    )
     p = make_problem(query, key, key, bias, mask, scale=spec.scale)
     scaling, _ = starting_scaling(predictor, p, spec)
     scaling = scaling[..., None, :]

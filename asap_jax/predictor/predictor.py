@@ -40,7 +40,11 @@ class Predictor:
         There are fewer corrections than closures.
       row_mass: a ``RowMass`` for a layer that ends on rows although the teacher ends on columns, or
         None.
-      statistics: a dict of arrays measured while calibrating, or None.
+      statistics: None, or what calibration measured: ``{name: {"mean": (H,), "std": (H,)}}`` of
+        the logarithms of ``score_rms``, ``query_rms``, ``key_rms`` and ``num_keys`` over all
+        calibration problems (see ``predictor/statistics``). With a guard it also holds
+        ``limits``: the largest ``query_rms`` and ``key_rms`` ``(H,)`` that the layer predicts
+        from. Larger tokens are shrunk to them, and the predicted dual grows in return.
       side: ``"query"`` or ``"key"``, the side of the dual.
       baseline: ``"none"``, or ``"first_step"`` to predict the residual to the first half-step
         of that side from the zero dual (residual log-sum-exp).

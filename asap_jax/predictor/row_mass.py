@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from asap_jax import checks, features, masks
 from asap_jax.predictor.heads import LinearHead
+from asap_jax.predictor.statistics import inside
 from asap_jax.problem import Problem
 from asap_jax.spec import SinkhornSpec
 
@@ -34,9 +35,15 @@ class RowMass:
 
 
 def rows_of(
-    row_mass: RowMass | None, spec: SinkhornSpec, ending: str, padding: str | None = None
+    row_mass: RowMass | None,
+    spec: SinkhornSpec,
+    ending: str,
+    padding: str | None = None,
+    statistics: Any = None,
 ) -> Callable[[Problem], jax.Array] | None:
     """A function from a problem to its ``row_sums``; None if a row closure gives the right sums.
+
+    ``padding`` and ``statistics`` are those of the layer's predictor.
 
     Raises:
       TypeError: ``row_mass`` or a part of it has the wrong type.
@@ -46,7 +53,7 @@ def rows_of(
         _check(row_mass, spec, ending)
     elif spec.key_mass == "balanced" or spec.ended(ending) == spec:
         return None
-    return lambda p: row_sums(p, spec.with_padding(padding), row_mass)
+    return lambda p: row_sums(p, spec.with_padding(padding), row_mass, statistics)
 
 
 def _check(row_mass: Any, spec: SinkhornSpec, ending: str) -> None:
@@ -60,22 +67,27 @@ def _check(row_mass: Any, spec: SinkhornSpec, ending: str) -> None:
         )
 
 
-def row_sums(p: Problem, spec: SinkhornSpec, row_mass: RowMass | None = None) -> jax.Array:
+def row_sums(
+    p: Problem, spec: SinkhornSpec, row_mass: RowMass | None = None, statistics: Any = None
+) -> jax.Array:
     """Factors for the rows of a plan that ends on rows, for a teacher that ends on columns.
 
     Over the active queries they add up to the teacher's total mass. With ``row_mass`` they are
     ``(..., N, 1)``. Without, all are equal: ``()``, or ``(..., 1, 1)`` under a mask; they are 1 for
-    ``key_mass="balanced"``.
+    ``key_mass="balanced"``. Features are evaluated within the limits of ``statistics``.
     """
-    rows = jnp.exp(_log_row_sums(p, spec, row_mass))
+    rows = jnp.exp(_log_row_sums(p, spec, row_mass, statistics))
     return rows[..., None] if rows.ndim else rows
 
 
-def _log_row_sums(p: Problem, spec: SinkhornSpec, row_mass: RowMass | None) -> jax.Array:
+def _log_row_sums(
+    p: Problem, spec: SinkhornSpec, row_mass: RowMass | None, statistics: Any
+) -> jax.Array:
     log_mean = p.log_key_target(spec.key_mass) - p.log_key_target("balanced")
     if row_mass is None:
         return log_mean
-    log_rows = features.evaluate(row_mass.features, row_mass.head, p.tokens("query", spec.padding))
+    tokens = inside(statistics, p)[0].tokens("query", spec.padding)
+    log_rows = features.evaluate(row_mass.features, row_mass.head, tokens)
     log_rows = jnp.where(p.active("query"), log_rows, -jnp.inf)
     peak = jax.lax.stop_gradient(jnp.max(log_rows, -1, keepdims=True))
     peak = jnp.where(peak == -jnp.inf, jnp.zeros_like(peak), peak)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from asap_jax.predictor import corrections
 from asap_jax.predictor.predictor import Predictor, centred_dual, check, first_step
+from asap_jax.predictor.statistics import growth, inside, limits_only
 from asap_jax.problem import Problem
 from asap_jax.solvers.closures import OTHER
 from asap_jax.spec import SinkhornSpec
@@ -37,10 +38,14 @@ class DeferredStart:
 
     @classmethod
     def of(cls, predictor: Predictor, spec: SinkhornSpec, num_closures: int) -> DeferredStart:
-        """The start of ``num_closures`` closures; drops the statistics and the row mass."""
+        """The start of ``num_closures`` closures; keeps only the limits of the statistics.
+
+        The row mass is dropped too.
+        """
         check(predictor, num_closures)
         if predictor.statistics is not None or predictor.row_mass is not None:
-            predictor = dataclasses.replace(predictor, statistics=None, row_mass=None)
+            limits = limits_only(predictor.statistics)
+            predictor = dataclasses.replace(predictor, statistics=limits, row_mass=None)
         leaves, tree = jax.tree.flatten(predictor)
         arrays = tuple(x for x in leaves if _is_array(x))
         others = tuple(
@@ -92,14 +97,18 @@ def starting_scaling(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> tu
     if not predictor.corrections:
         return scaling, predictor.side
     spec = spec.with_padding(predictor.padding)
-    return corrections.advance(predictor.corrections, p, spec, scaling, predictor.side)
+    return corrections.advance(
+        predictor.corrections, p, spec, scaling, predictor.side, inside(predictor.statistics, p)
+    )
 
 
 def predicted_dual(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> jax.Array:
     """The predictor's dual in score coordinates; 0 at tokens inactive in the closures."""
+    p, ratio = inside(predictor.statistics, p)
     tokens = p.tokens(predictor.side, predictor.padding or spec.padding)
     first = None
     if predictor.baseline == "first_step":
         first = first_step(p.scores, tokens, predictor.side, epsilon=spec.epsilon, mask=p.mask)
     dual = centred_dual(predictor, tokens, first) - tokens.shift()
+    dual = dual if ratio is None else growth(ratio) * dual
     return jnp.where(p.active(predictor.side), dual, jnp.zeros_like(dual))

@@ -32,7 +32,7 @@ from small_models import (
 
 import asap_jax as aj
 
-CALLS = {"ASAP-0": 2, "ASAP": 4, "Sinkhorn S=2": 3, "Sinkhorn S=3": 3}
+CALLS = {"ASAP-0": 2, "ASAP": 4, "Sinkhorn S=1": 1, "Sinkhorn S=2": 3, "Sinkhorn S=3": 3}
 
 
 def coefficients(result, path=FIRST):
@@ -611,6 +611,7 @@ def test_report_figures_are_the_metrics_on_the_held_out_batch(rng):
         operators = {
             "ASAP-0": asap(closures="one_sided"),
             "ASAP": asap(closures="two_sided"),
+            "Sinkhorn S=1": run(aj.sinkhorn_attention, spec=aj.SinkhornSpec(1)),
             "Sinkhorn S=2": run(aj.sinkhorn_attention, spec=aj.SinkhornSpec(2)),
             "Sinkhorn S=3": run(aj.sinkhorn_attention, spec=aj.SinkhornSpec(3)),
             "teacher": run(aj.sinkhorn_attention, spec=SPEC),

@@ -87,6 +87,7 @@ def test_the_report_has_calls_output_errors_and_the_ending_gap(rng):
         operators = {
             "compiled, 1 closure, row ending": (1, run(aj.asap_attention, spec=SPEC, **one)),
             "teacher, one more row step": (5, run(aj.sinkhorn_attention, spec=aj.SinkhornSpec(5))),
+            "Sinkhorn S=1": (1, run(aj.sinkhorn_attention, spec=aj.SinkhornSpec(1))),
             "Sinkhorn S=2": (3, run(aj.sinkhorn_attention, spec=aj.SinkhornSpec(2))),
             "Sinkhorn S=3": (3, run(aj.sinkhorn_attention, spec=aj.SinkhornSpec(3))),
             "teacher": (5, (out, weights)),

@@ -7,7 +7,7 @@ from train.cli import arguments, output
 from train.evaluation import compile_teacher
 from train.recipes import catalogue
 from train.reporting import progress
-from train.study import amortized, fidelity_study, ideas, teacher_figures
+from train.study import amortized, drift, fidelity_study, ideas, teacher_figures
 from train.training import run_folder
 
 
@@ -23,6 +23,7 @@ def add(subs) -> None:
     _add_fidelity(kinds)
     _add_ideas(kinds)
     _add_amortized(kinds)
+    _add_drift(kinds)
 
 
 def run_study(options: argparse.Namespace) -> None:
@@ -50,6 +51,19 @@ def run_amortized(options: argparse.Namespace) -> None:
         every=options.every,
         steps=options.steps,
         test_examples=options.test_examples,
+    )
+    report.print(progress.console())
+    output.print_written(paths)
+
+
+def run_drift(options: argparse.Namespace) -> None:
+    """Measures compiled layers on inputs unlike those of their calibration."""
+    report, paths = drift.run(
+        options.folder,
+        options.data_dir,
+        options.out,
+        test_examples=options.test_examples,
+        num_images=options.calibration,
     )
     report.print(progress.console())
     output.print_written(paths)
@@ -172,3 +186,22 @@ def _add_amortized(kinds) -> None:
         help="folder for the run folders (default: %(default)s)",
     )
     arguments.add_out(sub, "amortized.md and .json", folder)
+
+
+def _add_drift(kinds) -> None:
+    sub = arguments.command(
+        kinds,
+        "drift",
+        run_drift,
+        "measure compiled layers on inputs unlike those of their calibration",
+        "Compiles a teacher on its own training examples, multiplies its queries by numbers, and "
+        "runs it on other inputs: other data sets in the TFDS folder, random tokens or pixels, and "
+        "texts of other lengths. Prints the error of the layers, with and without a guard and a "
+        "fit to scaled queries, beside Sinkhorn with fewer steps and what diagnose says. Takes a "
+        "few minutes on two CPU cores.",
+    )
+    arguments.add_run(sub)
+    arguments.add_data_dir(sub)
+    arguments.add_test_examples(sub, drift.TEST_EXAMPLES)
+    arguments.add_calibration(sub, "--calibration", compile_teacher.NUM_IMAGES)
+    arguments.add_out(sub, "drift.md and .json", run_folder.DEFAULT / "study")

@@ -87,14 +87,15 @@ def swaps(recipe: Recipe, variables: dict, budgets: tuple[int, ...] = BUDGETS) -
 
 
 def compiled(recipe: Recipe, variables: dict) -> list[Operator]:
-    """Rows ASAP-0 and ASAP for the paper's fit; for any other fit one row with its own closures."""
-    if any(state.closures not in aj.attention.CLOSURES for state in _states(variables).values()):
+    """One row, or one for each of the two operators that a fit of the source dual gives.
+
+    They are called ASAP-0 and ASAP if the fit is the paper's.
+    """
+    states = list(_states(variables).values())
+    if any(state.closures not in aj.attention.CLOSURES for state in states):
         return [compiled_row("compiled", recipe, variables)]
-    (ending,) = {state.ending for state in _states(variables).values()}
-    return [
-        compiled_row(name, recipe, variables, closures)
-        for name, closures in fidelity.operators("two_sided", ending).items()
-    ]
+    named = fidelity.operators("two_sided", states[0].ending, states[0].predictor)
+    return [compiled_row(name, recipe, variables, closures) for name, closures in named.items()]
 
 
 def compiled_row(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import asap_jax as aj
+from asap_jax.compiler.clock import Clock
 from asap_jax.compiler.report import CompileReport
 from train.data.examples import Examples
 from train.recipes.schema import Recipe
@@ -82,13 +83,13 @@ def solve(
 
     The seconds do not hold the time to read the batches. No report is measured.
     """
-    calibration.fits, calibration.seconds = {}, 0.0
+    calibration.fits, calibration.clock = {}, Clock()
     for batch in batches:
         calibration.add(variables, batch)
     began = time.perf_counter()
     solved = calibration.fit.solve(calibration.fits, lambda path: iter(()))
     states = jax.block_until_ready({path: state for path, (state, _) in solved.items()})
-    return states, calibration.seconds + time.perf_counter() - began
+    return states, calibration.clock.seconds + time.perf_counter() - began
 
 
 def fit_and_save(
