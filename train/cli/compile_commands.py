@@ -7,7 +7,6 @@ import pathlib
 import asap_jax as aj
 from train.cli import arguments, fit_options, output
 from train.evaluation import (
-    ablations,
     compile_teacher,
     esp_modes,
     fidelity,
@@ -25,7 +24,6 @@ def add(subs) -> None:
     """Adds the sub-commands."""
     _add_compile(subs)
     _add_evaluate(subs)
-    _add_ablate(subs)
     _add_esp(subs)
 
 
@@ -77,13 +75,6 @@ def run_evaluate(options: argparse.Namespace) -> None:
         rounds=options.rounds,
     )
     output.show(table.report(), options.out or options.folder, "fidelity")
-
-
-def run_ablate(options: argparse.Namespace) -> None:
-    """Measures all methods and ablations of the paper on one teacher."""
-    trained, split = output.open_run(options)
-    table, lines = ablations.run(trained, split, rounds=options.rounds)
-    output.show(table.report(), options.out or options.folder, "ablations", lines)
 
 
 def run_esp(options: argparse.Namespace) -> None:
@@ -144,22 +135,6 @@ def _add_evaluate(subs) -> None:
     )
     arguments.add_rounds(sub, 30)
     arguments.add_out(sub, "fidelity.md and .json (default: RUN)")
-
-
-def _add_ablate(subs) -> None:
-    sub = arguments.command(
-        subs,
-        "ablate",
-        run_ablate,
-        "measure all methods and ablations of the paper on one teacher",
-        "Compiles the teacher with every setting in the paper's tables (LS and KL, fit sizes, "
-        "slice counts, shared coefficients, other features, both duals without a c-transform, the "
-        "residual fit with token bias). Prints one table with break-even points. Takes 18 "
-        "compiles, and the time of `evaluate` for 32 rows.",
-    )
-    arguments.add_run(sub)
-    arguments.add_rounds(sub, 10)
-    arguments.add_out(sub, "ablations.md and .json (default: RUN)")
 
 
 def _add_esp(subs) -> None:

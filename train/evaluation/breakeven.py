@@ -3,9 +3,6 @@
 import dataclasses
 import math
 
-import asap_jax as aj
-from train.evaluation.fidelity_table import FidelityTable
-
 
 @dataclasses.dataclass(frozen=True)
 class BreakEven:
@@ -36,23 +33,6 @@ class BreakEven:
             else f"pays after {self.batches:,.0f} batches"
         )
         return f"{self.operator} (R={self.closures}): fit {self.fit_seconds:.1f} s, {saved}: {when}"
-
-
-def report(table: FidelityTable, fit_seconds: float, spec: aj.SinkhornSpec) -> list[BreakEven]:
-    """Break-even points of ASAP-0 and ASAP against the teacher and against Sinkhorn with S=3.
-
-    Args:
-      table: a fidelity table with rows ``"ASAP-0"``, ``"ASAP"``, ``"Sinkhorn S=3"``, ``"teacher"``.
-      fit_seconds: time of the compile.
-      spec: spec of the teacher.
-    """
-    lines = []
-    for name, closures in (("ASAP-0", "one_sided"), ("ASAP", "two_sided")):
-        for baseline in ("teacher", "Sinkhorn S=3"):
-            saved = table.row(baseline).milliseconds - table.row(name).milliseconds
-            number = aj.attention.num_closures(closures, "query", spec)
-            lines.append(break_even(name, baseline, number, fit_seconds, saved))
-    return lines
 
 
 def break_even(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import asap_jax as aj
-from train.evaluation import ablations, compile_teacher
+from train.evaluation import compile_teacher
 from train.reporting.table import Report, Table
 from train.runtime import machine
 from train.runtime.errors import UserError
@@ -61,7 +61,7 @@ def run(folders: Sequence[pathlib.Path], data_dir: str | None, settings: Setting
     seeds = [teacher.seed for teacher in teachers]
     if len(set(seeds)) < len(seeds):
         raise UserError(f"every run needs its own seed, got {seeds}")
-    fit = ablations.residual_fit(aj.PaperFit(), num_slices=settings.num_slices)
+    fit = aj.PaperFit(num_slices=settings.num_slices, baseline="first_step", token_bias=True)
     measured = {}
     for folder, teacher in zip(folders, teachers, strict=True):
         split = load_data(recipe, data_dir, folder)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import asap_jax as aj
-from train.evaluation import ablations, compile_teacher
+from train.evaluation import compile_teacher
 from train.training import factory, loop, refresh
 from train.training.teacher import accuracy_on
 
-OPTIONS = aj.Options(fit=ablations.residual_fit(aj.PaperFit(), num_slices=4))
+OPTIONS = aj.Options(fit=aj.PaperFit(num_slices=4, baseline="first_step", token_bias=True))
 
 
 @pytest.fixture(scope="module")
