@@ -1,6 +1,7 @@
 """The documentation site: ``make docs`` writes it to docs/_build/html."""
 
 import inspect
+import os
 import pathlib
 import sys
 
@@ -23,11 +24,12 @@ html_show_copyright = False
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]
 suppress_warnings = [
-    "toc.empty_glob",  # a guide that is listed by its pattern need not exist
     "myst.header",  # result tables of one heading begin below it
 ]
 
-# Notebooks are stored without outputs and run at every build.
+# Notebooks are stored without outputs and run at every build. They share compiled programs.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / "docs" / "_build" / "compiled")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
@@ -43,7 +45,8 @@ python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_use_param = False  # so that one entry may describe several arguments
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 
 

@@ -44,7 +44,7 @@ class Candidate(Fit[LayerFit]):
       features: feature families of every stage; a codebook is added to them.
       row_mass: also fit the row sums, from ``features`` at the queries, without a codebook. For
         ``ending="row"`` of a teacher that ends on columns; the rows then no longer sum to one.
-      memory_limit: see ``Fit``.
+      memory_limit: most GiB of activations that the fit may store over all layers.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
@@ -89,7 +89,7 @@ class Candidate(Fit[LayerFit]):
 
     @property
     def cost(self) -> tuple[int, int, int, int]:
-        """Cost to run, in this order: centres over all rounds, chain, hidden units, row mass."""
+        """What it costs to run, as centres over all rounds, chain, hidden units and row mass."""
         return self.rounds * self.num_centres, int(self.chain), self.hidden, int(self.row_mass)
 
     @property
