@@ -15,7 +15,7 @@ def test_every_block_is_tested():
     assert len(BLOCKS) == len(SHAPES)
 
 
-@pytest.mark.parametrize(("block", "shape"), zip(BLOCKS, SHAPES, strict=False))
+@pytest.mark.parametrize(("block", "shape"), list(zip(BLOCKS, SHAPES, strict=False)))
 def test_code_block_runs_alone(block, shape, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
