@@ -5,6 +5,7 @@
 #   make bench  measure speed and memory and write the tables in docs/results/bench (20 minutes)
 #   make gpu    check and measure on an accelerator, with the Python that has JAX (12 minutes)
 #   make quick  run the tests of the library's core, a few minutes, for daily work
+#   make docs   write the documentation site to docs/_build/html (2 minutes)
 #   make lint   check style, formatting and types
 #   make dist   build the wheel and the source archive in dist/, and try the wheel
 #   make clean  remove the virtual environment
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick bench gpu lint dist clean
+.PHONY: help demo test quick bench gpu docs lint dist clean
 .NOTPARALLEL:
 
 help:
@@ -49,6 +50,11 @@ bench: $(VENV)/.installed-test
 gpu:
 	$(PYTHON) -m train bench gpu --out docs/results/bench
 
+# Every warning, a broken link among them, is an error. -E builds from nothing, so that outputs of
+# notebooks and signatures are those of the present code.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -E -q docs docs/_build/html
+
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -77,6 +83,11 @@ $(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@echo 'installing asap_jax with its extras train, export and test in $(VENV); a few minutes'
 	$(PIP) --editable '.[train,export,test]'
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	@echo 'installing asap_jax with its train extra, and Sphinx, in $(VENV); a few minutes'
+	$(PIP) --editable '.[train,docs]'
 	@touch $@
 
 $(VENV)/.installed-lint: pyproject.toml | $(BIN)/python

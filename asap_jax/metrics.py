@@ -74,7 +74,13 @@ def column_error(
 
 
 def agreement(logits: ArrayLike, reference: ArrayLike) -> jax.Array:
-    """Fraction of examples with the same class predicted; logits ``(..., classes)``."""
+    """Fraction of examples with the same class predicted; logits ``(..., classes)``.
+
+    Example:
+      >>> reference = jnp.array([[0.0, 1.0], [3.0, 1.0]])
+      >>> float(agreement(jnp.array([[0.0, 5.0], [0.0, 5.0]]), reference))
+      0.5
+    """
     a, b = _pair("logits", logits, reference, 1)
     return jnp.mean(a.argmax(-1) == b.argmax(-1), dtype=jnp.float32)
 

@@ -35,6 +35,11 @@ def scores(
     Raises:
       TypeError: a dtype that is not real floating.
       ValueError: shapes that do not fit, ``scale <= 0``.
+
+    Example:
+      >>> scores(jnp.eye(2), 2.0 * jnp.eye(2), scale=1.0)
+      Array([[2., 0.],
+             [0., 2.]], dtype=float32)
     """
     q, k = checks.real_array("q", q), checks.real_array("k", k)
     checks.heads_last_dim(q, k)

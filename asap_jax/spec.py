@@ -35,6 +35,13 @@ class SinkhornSpec:
     Raises:
       TypeError: a setting of the wrong type.
       ValueError: a setting out of range.
+
+    Example:
+      >>> spec = SinkhornSpec(num_steps=10)
+      >>> spec.last_step
+      'column'
+      >>> spec.ended("row").num_steps
+      11
     """
 
     num_steps: int = 10

@@ -25,9 +25,10 @@ if jax.__version_info__ < (0, 11):
     )
 
 # XLA's optimisations cost more time here than they save. Bounds at the edge of float32 are for the
-# optimised programs that users run: modules that have such bounds keep them.
+# optimised programs that users run, and notebooks train for longer than they compile: these modules
+# keep them.
 jax.config.update("jax_disable_most_optimizations", True)
-OPTIMISED = ("test_moments",)
+OPTIMISED = ("test_moments", "test_notebooks")
 
 # Linux allows 65,530 by default. A small program takes about 4, and 1.8 MB.
 MOST_MAPS = 5000

@@ -102,7 +102,8 @@ class Call:
         return make_problem(*self.arrays, scale=scale, dtype=self.dtype, precision=self.precision)
 
 
-_PARAMETERS = tuple(inspect.signature(Call).parameters.values())
+# Those of the protocol, which have types; its first parameter is self, its last is **own.
+_PARAMETERS = tuple(inspect.signature(AttentionFunction.__call__).parameters.values())[1:-1]
 _NAMES = frozenset(parameter.name for parameter in _PARAMETERS)
 _M = TypeVar("_M", bound=Callable[..., Any])
 

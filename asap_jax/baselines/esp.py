@@ -48,7 +48,7 @@ def esp_attention(
     """Expected-sliced-plan attention.
 
     Let ``x = scale q`` and ``y = scale k``, and let P_l and R_l be the rank matrices of
-    ``x . theta_l`` and ``y . theta_l`` for a slice direction theta_l. Then
+    ``x . theta_l`` and ``y . theta_l`` for a slice direction theta_l. Then::
 
       Gamma_l = P_l' R_l,    c_l = sum_ij |x_i - y_j| Gamma_l,ij,
       A = sum_l w_l Gamma_l,    w_l proportional to exp(-T (c_l - min c)).

@@ -56,7 +56,7 @@ class PaperFit(Fit["PaperLayerFit"]):
       slice_kind: see ``slice_directions``.
       baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
       token_bias: also fit one bias per token position; all batches must then have one length.
-      memory_limit: see ``Fit``.
+      memory_limit: most GiB of activations that the fit may store over all layers.
 
     Raises:
       ValueError, TypeError: a setting that is unknown, out of range or does not fit the others.
@@ -141,7 +141,7 @@ class PaperFit(Fit["PaperLayerFit"]):
 
     @property
     def reads_batches_again(self) -> bool:
-        """Whether solving reads the calibration batches again: for KL with ``in_memory=False``."""
+        """Whether solving reads the calibration batches again (KL with ``in_memory=False``)."""
         return self.objective == "kl" and not self.in_memory
 
     def check_closures(self, closures: str | int) -> None:

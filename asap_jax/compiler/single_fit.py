@@ -46,7 +46,7 @@ class Candidate(Fit[LayerFit]):
         ``ending="row"`` of a teacher that ends on columns; the rows then no longer sum to one.
       scales: fit to the calibration queries times each of these numbers, so that the layer also
         holds where scores are larger than those of the calibration.
-      memory_limit: see ``Fit``.
+      memory_limit: most GiB of activations that the fit may store over all layers.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
@@ -97,7 +97,7 @@ class Candidate(Fit[LayerFit]):
 
     @property
     def cost(self) -> tuple[int, int, int, int]:
-        """Cost to run, in this order: centres over all rounds, chain, hidden units, row mass."""
+        """What it costs to run, as centres over all rounds, chain, hidden units and row mass."""
         return self.rounds * self.num_centres, int(self.chain), self.hidden, int(self.row_mass)
 
     @property

@@ -110,6 +110,13 @@ def key_ctransform(
 
     Raises:
       TypeError, ValueError: dtypes, shapes or settings that do not fit.
+
+    Example:
+      The columns of the weights sum to 1 for any query dual:
+
+      >>> s, f = jnp.array([[2.0, 0.0], [1.0, -3.0]]), jnp.array([0.5, -1.0])
+      >>> attention_weights(s, f, key_ctransform(s, f)).sum(0).round(5)
+      Array([1., 1.], dtype=float32)
     """
     return _ctransform(scores, f, "f", -2, epsilon, log_target, mask)
 

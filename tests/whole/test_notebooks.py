@@ -1,42 +1,62 @@
-"""The notebooks run from top to bottom and are stored without outputs."""
+"""The notebooks run from top to bottom and are stored without outputs.
 
-import os
+They run in this process, so that they share its imports and compiled programs; `make docs` runs
+them in Jupyter.
+"""
+
+import json
 import pathlib
+import sys
+import warnings
 
-import nbclient
-import nbformat
+import jax
+import matplotlib.pyplot as plt
 import pytest
 
-FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
+FOLDER = pathlib.Path(__file__).parents[2] / "docs" / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 
 
-def test_there_is_a_quickstart():
-    assert "quickstart.ipynb" in NOTEBOOKS
+def cells(name):
+    """The code cells of a notebook."""
+    notebook = json.loads((FOLDER / name).read_text())
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_notebooks_are_numbered():
+    assert [name[0] for name in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6"]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_have_no_stored_outputs(name):
-    notebook = nbformat.read(FOLDER / name, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert not cell.outputs
-            assert cell.execution_count is None
+    for cell in cells(name):
+        assert not cell["outputs"]
+        assert cell["execution_count"] is None
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_runs(name, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    monkeypatch.setenv("PYTHONWARNINGS", "default")
-    notebook = nbformat.read(FOLDER / name, as_version=4)
-    client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
-    )
-    client.execute(env=dict(os.environ))
-    texts = [
-        output.get("text", "")
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-    ]
-    assert any("same answer on" in text for text in texts)
+def test_notebook_runs_and_draws(name, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    monkeypatch.chdir(FOLDER)
+    drawn = []
+
+    def show():
+        for number in plt.get_fignums():
+            figure = plt.figure(number)
+            figure.canvas.draw()  # layout and text too
+            drawn.append(len(figure.axes))
+        plt.close("all")
+
+    monkeypatch.setattr(plt, "show", show)
+    plt.switch_backend("agg")
+    names = {}
+    with (
+        warnings.catch_warnings(),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        warnings.simplefilter("default")  # as for a user
+        for index, cell in enumerate(cells(name)):
+            exec(compile("".join(cell["source"]), f"{name}, code cell {index}", "exec"), names)
+    assert drawn
+    assert all(drawn)
