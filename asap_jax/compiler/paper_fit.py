@@ -56,7 +56,7 @@ class PaperFit(Fit["PaperLayerFit"]):
       slice_kind: see ``slice_directions``.
       baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
       token_bias: also fit one bias per token position; all batches must then have one length.
-      memory_limit: see ``Fit``.
+      memory_limit, guard: see ``Fit``.
 
     Raises:
       ValueError, TypeError: a setting that is unknown, out of range or does not fit the others.

@@ -46,7 +46,7 @@ class Candidate(Fit[LayerFit]):
         ``ending="row"`` of a teacher that ends on columns; the rows then no longer sum to one.
       scales: fit to the calibration queries times each of these numbers, so that the layer also
         holds where scores are larger than those of the calibration.
-      memory_limit: see ``Fit``.
+      memory_limit, guard: see ``Fit``.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
