@@ -84,11 +84,16 @@ def check_same_states(saved: Mapping, present: Mapping) -> None:
 
 
 def _described(state: CompiledState) -> dict[str, str]:
-    """The dtype and shape of every array of a state, and its settings, for a message."""
+    """The dtype and shape of every array of a state, and its settings, for a message.
+
+    Calibration statistics are left out: states of older files have none.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(dataclasses.replace(state, mark=None))
+    named = {jax.tree_util.keystr(name): leaf for name, leaf in leaves}
     arrays = {
-        f"field {jax.tree_util.keystr(name)}": f"{leaf.dtype}{list(leaf.shape)}"
-        for name, leaf in leaves
+        f"field {name}": f"{leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in named.items()
+        if ".statistics" not in name
     }
     settings = {name: repr(getattr(state, name)) for name in ("spec", "closures", "ending")}
     return {**arrays, **settings}

@@ -152,7 +152,12 @@ def check_state(state: Any) -> AmortizedState:
 
 
 def check_sums(fit: Fit) -> Candidate:
-    """``fit`` if it is a Candidate that needs sums only; ValueError otherwise."""
+    """``fit`` if it is a Candidate that needs sums only and has no guard; ValueError otherwise."""
+    if fit.guard:
+        raise ValueError(
+            "guard=True needs the statistics of a calibration, which layers that are fitted while "
+            "the model trains do not have: leave it out"
+        )
     if isinstance(fit, Candidate) and fit.layer_kind() is SumsFit:
         return fit
     name = repr(fit.name) if isinstance(fit, Candidate) else type(fit).__name__

@@ -47,6 +47,7 @@ class AutoFit(Fit["AutomaticLayerFit"]):
       ladder: numbers of closures to compare in the report, in addition to the budget. When None,
         1, 2 and 3, except those for which the teacher has too few steps (the report says which).
       memory_limit: most GiB of activations that the fit may store over all layers.
+      guard: shrink tokens that are far larger than those of the calibration before the layer predicts.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.
@@ -163,10 +164,18 @@ class AutomaticLayerFit(StoringFit):
             solved.append((predictor, dict(figures, **common, choice=values)))
         return solved
 
+    def _chosen(self) -> Candidate:
+        """The chosen candidate."""
+        (candidate,) = (c for c in self.fit.tries if c.name == self.chosen)
+        return candidate
+
     def calibration_scales(self) -> Sequence[float]:
         """Those of the chosen candidate."""
-        (scales,) = (c.scales for c in self.fit.tries if c.name == self.chosen)
-        return scales
+        return self._chosen().scales
+
+    def guarded(self) -> bool:
+        """Whether the fit or the chosen candidate asks for a guard."""
+        return self.fit.guard or self._chosen().guard
 
     def setting(self) -> str:
         """The chosen candidate's name."""

@@ -130,7 +130,6 @@ class Calibration(abc.ABC):
                     seed=options.seed,
                     holdout=options.holdout,
                     ending=options.ending,
-                    guard=options.guard,
                 )
                 self.fits[path] = self.fit.layer_kind()(path, record, self.fit, **settings)
             self.fits[path].add(record, where)

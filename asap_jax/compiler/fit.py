@@ -38,17 +38,21 @@ class Fit(abc.ABC, Generic[L]):
         reduced to the most that the teacher allows.
       memory_limit: GiB of activations that a fit may store over all layers. Fits that need only
         sums over the batches store none.
+      guard: shrink tokens that are far larger than those of the calibration before the layer
+        predicts from them, see ``Predictor.statistics``.
 
     Raises:
-      ValueError, TypeError: ``memory_limit`` is not a number > 0.
+      ValueError, TypeError: ``memory_limit`` is not a number > 0, ``guard`` is not a bool.
     """
 
     default_closures: ClassVar[str | int] = 2
 
     memory_limit: float = dataclasses.field(default=8.0, kw_only=True)
+    guard: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         checks.positive_float("memory_limit", self.memory_limit)
+        checks.static_bool("guard", self.guard)
 
     @property
     def reads_batches_again(self) -> bool:
@@ -99,7 +103,7 @@ class LayerFit(abc.ABC):
     Attributes:
       path, spec, stack: of the layer, see ``Record``.
       target: the spec that the closures end as: ``spec``, or that continued by one row step.
-      fit, seed, holdout, ending, guard: see ``Options``.
+      fit, seed, holdout, ending: see ``Options``.
       closures: the closures that the layer is compiled to.
       observed: sums of the calibration statistics; None before the first batch.
       left_out: see ``Fit.left_out``.
@@ -120,7 +124,6 @@ class LayerFit(abc.ABC):
         seed: int = 0,
         holdout: float = 0.2,
         ending: str = "teacher",
-        guard: bool = False,
     ):
         """Reads the shapes of the layer from its first ``record``, but does not add the record.
 
@@ -128,7 +131,7 @@ class LayerFit(abc.ABC):
           ValueError: a teacher that this fit cannot compile.
         """
         fit.check_teacher(path, record.spec, closures, ending)
-        self.path, self.fit, self.seed, self.holdout, self.guard = path, fit, seed, holdout, guard
+        self.path, self.fit, self.seed, self.holdout = path, fit, seed, holdout
         self.spec, self.stack, self.ending = record.spec, record.stack, ending
         self.target = self.spec.ended(ending)
         default, most = fit.default(ending), self.target.num_steps - 1
@@ -203,13 +206,17 @@ class LayerFit(abc.ABC):
         """Multiples of the queries that the fit saw."""
         return (1.0,)
 
+    def guarded(self) -> bool:
+        """Whether the predictor gets limits, see ``Fit.guard``."""
+        return self.fit.guard
+
     def _described(self, index: int, predictor: Predictor | DualPair) -> Predictor | DualPair:
         """The predictor of one layer with its calibration statistics."""
         if self.observed is None or not np.asarray(self.observed.count).all():
             return predictor
         sums: Sums = self.layer(self.observed, index)
         statistics = sums.statistics(self.calibration_scales())
-        if self.guard:
+        if self.guarded():
             statistics = with_limits(statistics)
         described = lambda p: dataclasses.replace(p, statistics=statistics)
         if isinstance(predictor, DualPair):

@@ -68,8 +68,6 @@ class Options:
       holdout: share of the batches that the fit does not see; the report is measured on them. At
         most 100 batches are held out; they stay in memory.
       seed: seed of slice directions and codebooks.
-      guard: shrink tokens that are far larger than those of the calibration before the layer
-        predicts from them, see ``Predictor.statistics``. Other calls give the same result.
 
     Raises:
       ValueError, TypeError: a setting that is unknown, out of range or does not fit the others.
@@ -81,7 +79,6 @@ class Options:
     layers: Sequence[str] | None = None
     holdout: float = 0.2
     seed: int = 0
-    guard: bool = False
 
     def __post_init__(self):
         set_field = lambda name, value: object.__setattr__(self, name, value)
@@ -102,7 +99,6 @@ class Options:
             raise ValueError(f"holdout must be in [0, 1), got {self.holdout}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
-        checks.static_bool("guard", self.guard)
 
 
 # dataclasses generates __init__, so it can only be wrapped afterwards.

@@ -102,7 +102,6 @@ def compile(
     layers: Sequence[str] | None = None,
     holdout: float = 0.2,
     seed: int = 0,
-    guard: bool = False,
     apply_kwargs: Mapping[str, Any] | None = None,
     forward: Callable[[Any, Any], Any] | None = None,
 ) -> compiling.CompileResult:
@@ -113,7 +112,7 @@ def compile(
       variables: its trained variables; left unchanged.
       batches: an iterable of unlabeled calibration batches. An array is passed as one argument, a
         tuple as ``*batch``, a dict as ``**batch``.
-      fit, closures, ending, layers, holdout, seed, guard: see ``asap_jax.Options``.
+      fit, closures, ending, layers, holdout, seed: see ``asap_jax.Options``.
       apply_kwargs: further keywords of ``model.apply``, such as ``{"train": False}``. Dropout is
         always off during calibration.
       forward: ``forward(variables, batch)``, called instead of ``model.apply``; it must call
@@ -127,7 +126,7 @@ def compile(
       ValueError, TypeError: no such layer, num_steps = 1, no data, data that are not finite, a
         transform that drops the collections, settings out of range; the message has the reason.
     """
-    options = Options(fit, closures, ending, layers, holdout, seed, guard)
+    options = Options(fit, closures, ending, layers, holdout, seed)
     calibration = Calibration(model, options, apply_kwargs=apply_kwargs, forward=forward)
     return calibration.run(variables, batches)
 

@@ -102,7 +102,6 @@ def compile(
     layers: Sequence[str] | None = None,
     holdout: float = 0.2,
     seed: int = 0,
-    guard: bool = False,
     apply_kwargs: Mapping[str, Any] | None = None,
     forward: Callable[[Any, Any], Any] | None = None,
 ) -> compiling.CompileResult:
@@ -112,7 +111,7 @@ def compile(
       model: any nnx module that uses ``SinkhornAttention`` as ``attention_fn``; left unchanged. A
         copy in evaluation mode, with dropout off, is calibrated.
       batches: as ``asap_jax.linen.compile``.
-      fit, closures, ending, layers, holdout, seed, guard: see ``asap_jax.Options``.
+      fit, closures, ending, layers, holdout, seed: see ``asap_jax.Options``.
       apply_kwargs: further keywords of the call.
       forward: ``forward(model, batch)`` instead of calling the model.
 
@@ -122,7 +121,7 @@ def compile(
     Raises:
       ValueError, TypeError: as ``asap_jax.linen.compile``.
     """
-    options = Options(fit, closures, ending, layers, holdout, seed, guard)
+    options = Options(fit, closures, ending, layers, holdout, seed)
     return Calibration(options, apply_kwargs=apply_kwargs, forward=forward).run(model, batches)
 
 

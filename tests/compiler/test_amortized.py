@@ -269,3 +269,8 @@ def test_padding_without_any_token_is_an_error_that_says_so(rng):
     mask = jnp.zeros((len(batch), 1, 1, batch.shape[1]), bool)
     with pytest.raises(ValueError, match="no active token"):
         training().init(variables, (batch, mask))
+
+
+def test_a_guard_is_refused_because_there_are_no_statistics():
+    with pytest.raises(ValueError, match="guard=True needs the statistics"):
+        training(fit=aj.Candidate("moments", padding="none", guard=True))

@@ -118,7 +118,8 @@ def test_nnx_models_are_diagnosed_alike(rng):
     """With statistics in the file as well, under ``nnx.jit``."""
     layer = nnx_models.shake(rng, nnx_models.attention())
     batches = nnx_models.data(rng)
-    model = aj.nnx.compile(layer, batches, guard=True).model
+    fit = aj.Candidate("moments", padding="none", guard=True)
+    model = aj.nnx.compile(layer, batches, fit=fit).model
     (state,) = (m.asap.get_value() for m in aj.nnx.sinkhorn_layers(model).values())
     assert set(state.predictor.statistics) == {*diagnosis.statistics.NAMES, "limits"}
     shown = nnx.jit(aj.nnx.diagnose)(model, batches[1])

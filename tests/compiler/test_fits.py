@@ -192,7 +192,11 @@ def test_adding_up_sums_of_two_processes_gives_the_fit_of_all_batches(rng, fit):
     def totals():
         """What every process's sums add up to, layer by layer in the order of ``reduce``."""
         for path in sorted(sums):
-            of = lambda fit: fit.sums if isinstance(fit, SumsFit) else (fit.sums, fit.offset)
+            of = lambda fit: (
+                (fit.sums, fit.observed)
+                if isinstance(fit, SumsFit)
+                else (fit.sums, fit.offset, fit.observed)
+            )
             yield jax.tree.map(jnp.add, *map(of, sums[path]))
 
     one_by_one = totals()

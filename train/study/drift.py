@@ -89,7 +89,7 @@ def run(
         "teacher": f"{recipe.name} ({recipe.preset}), S={recipe.spec.num_steps}, seed "
         f"{trained.seed}",
         "figure": "attention rel-l2 to the teacher on the same inputs, mean over layers",
-        "guard": "compile(..., guard=True)",
+        "guard": "the same fit with guard=True",
         "scales": f"a fit to the calibration queries times {FITTED_SCALES[0]:g} and "
         f"{FITTED_SCALES[1]:g}",
         "diagnose": f"of {WATCHED}: largest drift of a statistic over the layers (limit "
