@@ -34,7 +34,7 @@ def write(path: str, data: memoryview) -> None:
     try:
         _replace(target, data, mode)
     except OSError as error:  # its own message would name the draft
-        raise OSError(error.errno, error.strerror, path) from error
+        raise OSError(error.errno, error.strerror or str(error), path) from error
 
 
 def _replace(target: pathlib.Path, data: memoryview, mode: int | None) -> None:

@@ -97,6 +97,7 @@ WRONG = {
     "a list in a tuple": lambda x: ([x, x],),
     "a list in a dict": lambda x: {"inputs_q": [x, x]},
     "a list of more arrays than arguments": lambda x: [x] * 5,
+    "a list of shapes that do not fit": lambda x: [x, x[:, :3], x[:, :4]],
 }
 
 

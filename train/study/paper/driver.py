@@ -21,7 +21,7 @@ def run_table(name: str, models: Models, out: pathlib.Path) -> Result:
       out: folder for ``NAME.json``, ``NAME.md`` and ``NAME.png``.
 
     Raises:
-      Stopped: Ctrl-C; the same command continues.
+      Stopped: Ctrl-C.
     """
     screen = progress.console()
     began = time.perf_counter()

@@ -89,7 +89,7 @@ def test_all_stops_when_the_user_stops_it(tables, tmp_path, monkeypatch):
 
     monkeypatch.setitem(tables, "bad", _entry(stop))
     monkeypatch.setitem(tables, "good", _entry(lambda *given: pytest.fail("went on")))
-    assert parser.main(["all", "--out", str(tmp_path), "--runs", str(tmp_path)]) == 1
+    assert parser.main(["all", "--out", str(tmp_path), "--runs", str(tmp_path)]) == 130
 
 
 def test_the_page_shows_what_is_there_and_marks_what_is_missing(tmp_path, capsys):
