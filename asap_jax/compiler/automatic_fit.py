@@ -47,7 +47,7 @@ class AutoFit(Fit["AutomaticLayerFit"]):
       ladder: numbers of closures to compare in the report, in addition to the budget. When None,
         1, 2 and 3, except those for which the teacher has too few steps (the report says which).
       memory_limit: most GiB of activations that the fit may store over all layers.
-      guard: shrink tokens that are far larger than those of the calibration before the layer predicts.
+      guard: shrink tokens far larger than those of the calibration before the layer predicts.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.

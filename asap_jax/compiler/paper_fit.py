@@ -57,7 +57,7 @@ class PaperFit(Fit["PaperLayerFit"]):
       baseline: ``"none"``, or ``"first_step"``: residual log-sum-exp dual fit.
       token_bias: also fit one bias per token position; all batches must then have one length.
       memory_limit: most GiB of activations that the fit may store over all layers.
-      guard: shrink tokens that are far larger than those of the calibration before the layer predicts.
+      guard: shrink tokens far larger than those of the calibration before the layer predicts.
 
     Raises:
       ValueError, TypeError: a setting that is unknown, out of range or does not fit the others.

@@ -47,7 +47,7 @@ class Candidate(Fit[LayerFit]):
       scales: fit to the calibration queries times each of these numbers, so that the layer also
         holds where scores are larger than those of the calibration.
       memory_limit: most GiB of activations that the fit may store over all layers.
-      guard: shrink tokens that are far larger than those of the calibration before the layer predicts.
+      guard: shrink tokens far larger than those of the calibration before the layer predicts.
 
     Raises:
       ValueError, TypeError: a setting out of range or of the wrong type.

@@ -13,7 +13,7 @@ import jax
 import matplotlib.pyplot as plt
 import pytest
 
-FOLDER = pathlib.Path(__file__).parents[2] / "docs" / "notebooks"
+FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 
 
