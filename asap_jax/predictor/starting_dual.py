@@ -104,7 +104,9 @@ def starting_scaling(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> tu
 
 def predicted_dual(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> jax.Array:
     """The predictor's dual in score coordinates; 0 at tokens inactive in the closures."""
-    p, ratio = inside(predictor.statistics, p)
+    ratio = None
+    if predictor.statistics is not None:
+        p, ratio = inside(predictor.statistics, p)
     tokens = p.tokens(predictor.side, predictor.padding or spec.padding)
     first = None
     if predictor.baseline == "first_step":
