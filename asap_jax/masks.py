@@ -30,7 +30,8 @@ class Validity(NamedTuple):
 def as_mask(mask: Any, shape: tuple) -> jax.Array | None:
     """A bool mask that broadcasts to the scores ``shape (..., N, M)``, or None.
 
-    Accepts bool and 0/1 of any int or float dtype (Flax's mask makers return float32).
+    Accepts bool and 0/1 of any int or float dtype (Flax's mask makers return float32). A traced
+    mask with other values allows everything; ``spoiled`` then makes the result NaN.
 
     Raises:
       ValueError: another rank, a shape that does not broadcast, or concrete values that are
@@ -49,7 +50,27 @@ def as_mask(mask: Any, shape: tuple) -> jax.Array | None:
         raise ValueError(
             f"mask of shape {array.shape} must hold only 0 and 1; give additive masks as bias"
         )
-    return array != 0
+    binary = _is_binary(array)
+    return array != 0 if binary is None else (array != 0) | ~binary
+
+
+def spoiled(mask: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The floating arrays; all NaN if ``mask`` is traced and has values other than 0 and 1.
+
+    Such a mask is most likely additive, and read as 0/1 it would mask all but the padding. Costs
+    nothing for bool and for concrete masks.
+    """
+    binary = None if mask is None else _is_binary(checks.array("mask", mask))
+    if binary is None:
+        return arrays
+    return tuple(x + jnp.where(binary, 0.0, jnp.nan).astype(x.dtype) for x in arrays)
+
+
+def _is_binary(mask: jax.Array) -> jax.Array | None:
+    """Whether a traced mask holds only 0 and 1, ``()``; None if it is bool or concrete."""
+    if mask.dtype == bool or not isinstance(mask, jax.core.Tracer):
+        return None
+    return jnp.all((mask == 0) | (mask == 1))
 
 
 def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:

@@ -167,6 +167,7 @@ def make_problem(
     q, k, v = [jnp.swapaxes(checks.at_least_f32(x), -2, -3) for x in (query, key, value)]
     scale, shape = checks.score_scale(scale, q.shape[-1]), (*q.shape[:-1], k.shape[-2])
     bias, allowed = masks.as_bias(bias, shape)
+    q, v = masks.spoiled(mask, q, v)
     mask = masks.as_mask(mask, shape)
     validity = masks.joint_validity(mask, allowed, shape)
     if validity is not None:

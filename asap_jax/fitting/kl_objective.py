@@ -123,6 +123,7 @@ def make_block(
     """The Block of one microbatch; arguments and errors as ``kl_objective``."""
     epsilon = checks.score_factor("epsilon", epsilon)
     checks.one_of("key_mass", key_mass, KEY_MASSES)
+    (scores,) = masks.spoiled(mask, scores)
     mask = masks.as_mask(mask, scores.shape)
     kernel = ctransform.log_kernel(scores - shift[..., :, None], epsilon, mask)
     nu = key_masses(key_mass, mask, scores.shape, scores.dtype)

@@ -141,6 +141,7 @@ def query_ctransform(
 def _ctransform(scores, dual, name, axis, epsilon, log_target, mask) -> jax.Array:
     scores, dual = _score_args(scores, dual, name, axis)
     epsilon = checks.score_factor("epsilon", epsilon)
+    (scores,) = masks.spoiled(mask, scores)
     mask = masks.as_mask(mask, scores.shape)
     log_target = checks.array("log_target", log_target, scores.dtype)
     result = (*scores.shape[:-2], scores.shape[-1 if axis == -2 else -2])
@@ -171,6 +172,7 @@ def attention_weights(
     s, f = _score_args(scores, f, "f", -2)
     s, g = _score_args(s, g, "g", -1)
     epsilon = checks.score_factor("epsilon", epsilon)
+    (s,) = masks.spoiled(mask, s)
     kernel = log_kernel(s, epsilon, masks.as_mask(mask, s.shape))
     exponent = kernel + f[..., :, None] / epsilon + g[..., None, :] / epsilon
     if mask is not None:

@@ -60,6 +60,7 @@ def sinkhorn_duals(
     scores = checks.at_least_f32(checks.real_array("scores", scores))
     if scores.ndim < 2:
         raise ValueError(f"scores of shape {scores.shape} must be (..., N, M)")
+    (scores,) = masks.spoiled(mask, scores)
     allowed = masks.combine(masks.as_mask(mask, scores.shape), ~jnp.isneginf(scores))
     kernel = ctransform.log_kernel(scores, spec.epsilon, allowed)
     validity = masks.closure_validity(allowed, scores.shape)

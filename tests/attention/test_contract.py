@@ -206,6 +206,21 @@ def test_every_spelling_of_padding_gives_the_same_output(rng, operator):
         np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6, err_msg=name)
 
 
+@every(ONCE)
+def test_an_additive_mask_is_refused_or_makes_everything_nan(rng, operator):
+    """Read as 0/1, it would leave nothing but the padding."""
+    chosen, bind, compiled = operator
+    arrays, mask = chosen.square(rng), np.asarray(tokens([LENGTH, 4]))
+    additive = np.where(mask, np.float32(0), np.float32(-1e9))
+    with pytest.raises(ValueError, match="give additive masks as bias"):
+        bind()(*arrays, mask=additive)
+    function = compiled(return_weights=True)
+    for x in function(*arrays, None, additive):
+        assert np.isnan(x).all()
+    expected = function(*arrays, None, mask)
+    chex.assert_trees_all_close(function(*arrays, None, mask.astype("f")), expected, atol=2e-6)
+
+
 @every(CASES)
 def test_nothing_in_a_padded_slot_spreads_to_outputs_or_gradients(rng, operator):
     chosen, bind, _ = operator

@@ -1,0 +1,86 @@
+"""What a case must give, in float64 from the formulas, and how far float32 may be from it."""
+
+import numpy as np
+import reference
+from fuzz import predictors
+
+
+SHARP = 20.0
+"""Scores from which codebook features are only checked to be finite: the nearest centre of a token
+may change by rounding, and centres whose tokens have weights below float32 drop out."""
+
+
+def output(program, arrays, weights):
+    """(expected output, bound), both ``(B, N, H, dv)``; ``weights`` are the predictor's arrays."""
+    query, key, value, bias, mask = (None if x is None else np.asarray(x) for x in arrays)
+    heads = query.shape[2]
+    repeat = lambda x: np.repeat(x, heads // x.shape[2], 2)
+    per_head = lambda x: np.swapaxes(np.asarray(x, np.float64), 1, 2)
+    q, k, v = per_head(query), per_head(repeat(key)), per_head(repeat(value))
+    full = (*q.shape[:-1], k.shape[-2])
+    every = lambda x, fill: np.broadcast_to(fill if x is None else x, full)
+    bias, mask = every(bias, 0.0), every(mask, True) != 0
+    mask = mask & (bias > -1e8)
+    out, bound = np.zeros((*q.shape[:-1], v.shape[-1])), np.zeros((*q.shape[:-1], v.shape[-1]))
+    for i in np.ndindex(*q.shape[:2]):
+        a, error = _weights(program, weights, i[1], q[i], k[i], bias[i], mask[i])
+        used = mask[i].any(0)
+        largest = np.abs(v[i][used]).max(initial=0.0)
+        out[i] = a @ np.where(used[:, None], v[i], 0.0)
+        error = error if error == np.inf else min(error, 2.0)
+        bound[i] = (a.sum(1) * error * max(largest, 1e-30))[:, None]
+    rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(program.dtype, 0.0)
+    tiny = 1e-7 if program.dtype == "float16" else 1e-30
+    bound = bound + rounding * np.abs(out) + tiny
+    return np.swapaxes(out, 1, 2), np.swapaxes(bound, 1, 2)
+
+
+def _weights(program, weights, head, q, k, bias, mask):
+    """The weights of one problem, and a bound of their relative error."""
+    spec = program.spec
+    scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    q, k = np.where(mask.any(1)[:, None], q, 0.0), np.where(mask.any(0)[:, None], k, 0.0)
+    bias = np.where(mask, bias, 0.0)
+    s = reference.scores(q, k, scale=scale, bias=bias)
+    settings = dict(epsilon=spec.epsilon, mask=mask, key_mass=spec.key_mass)
+    if not mask.any():
+        return np.zeros(mask.shape), 0.0
+    if program.family is None:
+        a = reference.sinkhorn(s, num_steps=spec.num_steps, **settings)
+        return a, _error(program, spec.num_steps, scale, q, k, bias, mask, s)
+    if program.family == "codebook" and np.abs(s[mask]).max() > SHARP:
+        return np.ones(mask.shape), np.inf
+    valid = reference.feature_validity(mask, spec.padding)
+    dual = predictors.dual(program.family, program.side, weights, head, q, k, *valid, scale)
+    own = q if program.side == "query" else k
+    active = mask.any(1) if program.side == "query" else mask.any(0)
+    dual = np.where(active, dual - reference.query_shift(own, scale=scale), 0.0)
+    a = reference.close(s, dual, side=program.side, num_closures=program.closures, **settings)
+    size = np.ptp((dual + _shift(program.side, scale, q, k, mask))[active])
+    error = _error(program, program.closures, scale, q, k, bias, mask, s)
+    return a, error + 200 * _unit(program) * (1 + size) / spec.epsilon
+
+
+def _shift(side, scale, q, k, mask):
+    """What moves a dual to the coordinates of tokens without their offsets."""
+    own, other = (q, k) if side == "query" else (k, q)
+    active = mask.any(0) if side == "query" else mask.any(1)
+    return scale * own @ other[active].mean(0)
+
+
+def _unit(program):
+    return 2.2e-16 if program.x64 else 6e-8
+
+
+def _error(program, num_closures, scale, q, k, bias, mask, s):
+    """A closure does not enlarge errors of scores, so they add up over the closures.
+
+    Scores are computed without the offsets, to which the unit of the program's precision applies;
+    the reference has that of float64 on the scores as they are.
+    """
+    apart = lambda x, used: np.abs(x[used] - x[used].mean(0)).max(initial=0.0)
+    size = apart(q, mask.any(1)) * apart(k, mask.any(0)) * q.shape[-1] * scale
+    # A start or scores from an offset of one side only stay, below the size that is taken out.
+    size = size + np.abs(bias).max() + min(64.0, np.abs(s[mask]).max())
+    delta = _unit(program) * 8 * size + 2.2e-16 * 8 * np.abs(s[mask]).max()
+    return (3e-6 if not program.x64 else 1e-13) + 4 * (num_closures + 2) * delta / program.spec.epsilon
