@@ -6,12 +6,14 @@
 #   make gpu    check and measure on an accelerator, with the Python that has JAX (12 minutes)
 #   make quick  run the tests of the library's core, a few minutes, for daily work
 #   make docs   write the documentation site to docs/_build/html (2 minutes)
+#   make fuzz   run 10,000 random cases; each failure prints the command that repeats it
 #   make lint   check style, formatting and types
 #   make dist   build the wheel and the source archive in dist/, and try the wheel
 #   make clean  remove the virtual environment
 
 PYTHON ?= python3
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
+FUZZ_ARGS ?= --cases 10000 --seed 0
 QUICK := tests/test_*.py tests/solvers tests/predictor tests/features tests/whole/test_architecture.py
 
 VENV := .venv
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick bench gpu docs lint dist clean
+.PHONY: help demo test quick bench gpu docs fuzz lint dist clean
 .NOTPARALLEL:
 
 help:
@@ -54,6 +56,9 @@ gpu:
 # notebooks and signatures are those of the present code.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -E -q docs docs/_build/html
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .

@@ -326,12 +326,12 @@ def codebook_features(
         near = np.exp(-distance / 4 - logsumexp(-distance / 4, 0))
         row = [tangent.max(), logsumexp(tangent, 0), near @ tangent, near @ level]
         row = [*(-epsilon * np.array(row)), -distance.min()]
-        for weight in (np.exp(h - h.max()), np.ones(len(y))):
+        for log_weight in (h - h.max(), np.zeros(len(y))):
             z = []
             for r in set(member):
-                mass = weight[member == r].sum()
-                centre = weight[member == r] @ y[member == r] / mass
-                z.append(scale * x @ centre / epsilon + np.log(mass))
+                log_mass = logsumexp(log_weight[member == r], 0)
+                centre = np.exp(log_weight[member == r] - log_mass) @ y[member == r]
+                z.append(scale * x @ centre / epsilon + log_mass)
             z = np.array(z)
             row += list(-epsilon * np.array([z.max(), logsumexp(z, 0), logsumexp(z / 2, 0)]))
         rows.append(row)

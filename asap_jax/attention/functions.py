@@ -40,8 +40,8 @@ def sinkhorn_attention(
       key: ``(..., M, heads, head_dim)``; value: ``(..., M, heads, value_dim)``. Their number of
         heads may divide that of the query; each is then used for a group of query heads.
       bias: additive, rank of the scores ``(..., heads, N, M)``; entries <= -1e8 are masked.
-      mask: rank of the scores, size-1 axes allowed, bool or 0/1. A traced mask with other values, such
-        as an additive one, makes the result NaN; give it as bias.
+      mask: rank of the scores, size-1 axes allowed, bool or 0/1. A traced mask with other values
+        makes the result NaN; give additive masks as bias.
       spec: the finite-budget convention.
       implementation: ``"log"`` computes in the log domain; ``"scaling"`` exponentiates once, and
         falls back to the log domain if the result cannot be trusted; ``"streaming"`` works block

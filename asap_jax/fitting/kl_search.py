@@ -16,7 +16,9 @@ from asap_jax import checks, masks
 from asap_jax.fitting import kl_objective, lbfgs
 from asap_jax.fitting.least_squares import NormalEquations, einsum
 
-MAX_STEPS = 100
+MAX_STEPS = 1000
+ROUND = 100
+"""Steps after which the search starts again, whitened by the Hessian at its point."""
 
 
 @flax.struct.dataclass
@@ -28,7 +30,8 @@ class KLFit:
       converged: whether ``gradient_ratio`` is at most 1e-4 (float32) or 1e-8 (float64).
       reason: why the search stopped: ``"gradient"`` (the gradient norm is at most 1e-6 in float32
         or 1e-9 in float64 of the norm at omega = 0, and at most 5e-6 of the norm at the start),
-        ``"no_progress"`` (no step improves: the rounding floor) or ``"cap"``.
+        ``"no_progress"`` (no step improves, also not from a new whitening: the rounding floor) or
+        ``"cap"`` (the limit of 1000 steps, before the minimum).
       num_steps: accepted L-BFGS steps.
       objective, objective_ls: ``kl_objective`` at the result and at the least-squares start.
       plan_kl: mean forward KL per problem of the key-closed plan at the result.
@@ -109,7 +112,8 @@ def minimise(
       block_of: traceable function from an item to its Block.
       epsilon, ridge: of J; epsilon must be that of the Blocks.
       num_problems: problems in the data, for ``plan_kl``.
-      max_steps: cap on accepted steps.
+      max_steps: cap on accepted steps. The Hessian of sharp plans changes on the way, so every
+        ``ROUND`` steps, and where the search gets stuck, the whitening is computed again.
 
     Raises:
       ValueError: data that are empty or not finite.
@@ -121,21 +125,35 @@ def minimise(
             "the KL fit needs at least one active query and finite features and targets"
         )
     drive = _in_memory if isinstance(items, list) else _streamed
-    settings = dict(block_of=block_of, ridge=ridge, max_steps=max_steps)
-    search, ls_value, at_zero, unwhiten = drive(items, start.coefficients, **settings)
-    norm = float(jnp.linalg.norm(_to_omega_gradient(search.gradient, unwhiten)))
-    ratio = norm / max(float(at_zero), float(jnp.finfo(search.value.dtype).tiny))
-    coefficients = _from_whitened(search.point, unwhiten)
+    coefficients, num_steps = start.coefficients, 0
+    ls_value: float | None = None
+    first_norm, going = jnp.zeros((), coefficients.dtype), True
+    exact = 1e-8 if coefficients.dtype == jnp.float64 else 1e-4
+    while going:
+        limit = min(ROUND, max_steps - num_steps)
+        settings = dict(block_of=block_of, ridge=ridge, max_steps=limit)
+        search, before, norms, unwhiten = drive(items, coefficients, first_norm, **settings)
+        at_zero, first_norm = norms
+        ls_value = float(before) if ls_value is None else ls_value
+        norm = float(jnp.linalg.norm(_to_omega_gradient(search.gradient, unwhiten)))
+        ratio = norm / max(float(at_zero), float(jnp.finfo(search.value.dtype).tiny))
+        coefficients = _from_whitened(search.point, unwhiten)
+        num_steps += int(search.num_steps)
+        stuck = int(search.reason) == lbfgs.NO_PROGRESS
+        done = stuck and (ratio <= exact or int(search.num_steps) == 0)
+        done |= int(search.reason) == lbfgs.GRADIENT
+        going = not done and num_steps < max_steps
     penalty = 0.5 * ridge * float(jnp.sum(coefficients * coefficients))
     if not np.isfinite(float(search.value)):
         raise ValueError("the KL objective is not finite at the least-squares start")
+    assert ls_value is not None
     return KLFit(
         coefficients,
-        converged=ratio <= (1e-8 if coefficients.dtype == jnp.float64 else 1e-4),
+        converged=ratio <= exact,
         reason=lbfgs.REASONS[int(search.reason)],
-        num_steps=int(search.num_steps),
+        num_steps=num_steps,
         objective=float(search.value),
-        objective_ls=float(ls_value),
+        objective_ls=ls_value,
         plan_kl=(float(search.value) - penalty) / epsilon / num_problems,
         gradient_ratio=ratio,
     )
@@ -169,12 +187,14 @@ def _to_omega_gradient(gradient, unwhiten):
     return einsum("...fe,...e->...f", inverse, gradient.reshape(unwhiten.shape[:-1]))
 
 
-def _search(total, start, ridge, max_steps, loop):
-    """The search itself.
+def _search(total, start, first_norm, ridge, max_steps, loop):
+    """One round of the search.
 
     ``total(function, omega)`` sums ``function(omega, block)`` over the data.
     ``loop(condition, body, search)`` runs the search, in Python or as ``lax.while_loop``.
-    Returns ``(search, value at the start, gradient norm at omega = 0, whitening)``.
+    ``first_norm`` is the gradient norm at the start of the first round, 0 in that round.
+    Returns ``(search, value at the start, gradient norms, whitening)``; the norms are those at
+    omega = 0 and at the start of the first round.
     """
     # Whitened by the Hessian, so the first step is Newton's.
     unwhiten = whitening(*total(kl_objective.hessian, start), ridge)
@@ -186,7 +206,8 @@ def _search(total, start, ridge, max_steps, loop):
     at_zero = jnp.linalg.norm(full(jnp.zeros_like(start))[1])
     value, gradient = full(start)
     tolerance = 1e-9 if start.dtype == jnp.float64 else 1e-6
-    small = jnp.minimum(tolerance * at_zero, 5e-6 * jnp.linalg.norm(gradient))
+    first_norm = jnp.where(first_norm > 0, first_norm, jnp.linalg.norm(gradient))
+    small = jnp.minimum(tolerance * at_zero, 5e-6 * first_norm)
     # Solving for z = W^-1 omega makes the first point the least-squares solution itself.
     z = jnp.linalg.solve(unwhiten, start[..., None])[..., 0].reshape(-1)
     search = lbfgs.start(z, value, _to_whitened_gradient(gradient, unwhiten))
@@ -202,11 +223,11 @@ def _search(total, start, ridge, max_steps, loop):
         )
 
     search = loop(lambda search: search.reason == lbfgs.RUNNING, body, search)
-    return search, value, at_zero, unwhiten
+    return search, value, (at_zero, first_norm), unwhiten
 
 
 @functools.partial(jax.jit, static_argnames=("block_of", "ridge", "max_steps"))
-def _in_memory(groups, start, *, block_of, ridge, max_steps):
+def _in_memory(groups, start, first_norm, *, block_of, ridge, max_steps):
     """One jitted while loop over scans of the microbatches of every group."""
 
     def total(function, w):
@@ -217,10 +238,10 @@ def _in_memory(groups, start, *, block_of, ridge, max_steps):
             result, _ = jax.lax.scan(lambda t, item: (_plus(t, of(item)), None), result, group)
         return result
 
-    return _search(total, start, ridge, max_steps, jax.lax.while_loop)
+    return _search(total, start, first_norm, ridge, max_steps, jax.lax.while_loop)
 
 
-def _streamed(items, start, *, block_of, ridge, max_steps):
+def _streamed(items, start, first_norm, *, block_of, ridge, max_steps):
     """The same search driven from Python, one pass over re-iterable ``items`` per evaluation."""
     of = jax.jit(lambda function, w, item: function(w, block_of(item)), static_argnums=0)
 
@@ -239,7 +260,7 @@ def _streamed(items, start, *, block_of, ridge, max_steps):
             search = body(search)
         return search
 
-    return _search(total, start, ridge, max_steps, loop)
+    return _search(total, start, first_norm, ridge, max_steps, loop)
 
 
 _value_and_gradient = jax.value_and_grad(kl_objective.excess)

@@ -201,13 +201,14 @@ def exponentiate(p: Problem, start: jax.Array, closures: Closures) -> tuple[jax.
     side, products = closures.side, p.products
     own, other = AXIS[OTHER[side]], AXIS[side]
     start = centred_range(start, p.active(side))
+    zeros = lambda products: tuple(jnp.zeros_like(products.take(0, at)) for at in (other, own))
     far, near = jax.lax.cond(
         can_exponentiate(p, start, closures),
-        lambda products: (jnp.zeros_like(products.take(0, other)), start),
+        zeros,
         lambda products: _peaks(side, p.log_kernel(closures.epsilon, products), start),
         jax.lax.stop_gradient(products),
     )
-    far, near = jax.lax.stop_gradient((far, near - start))
+    far, near = jax.lax.stop_gradient((far, near))
     log = p.log_kernel(closures.epsilon, products)
     log = log - jnp.expand_dims(near, own) - jnp.expand_dims(far, other)
     # The tangent of the start goes to ``near`` only, which gives the plan the same tangent.
@@ -228,14 +229,13 @@ def centred_range(start: jax.Array, active: jax.Array) -> jax.Array:
 
 
 def _peaks(side: str, log_kernel: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Peaks of the kernel with ``start`` along ``side``, and then those along the other side.
+    """Peaks of the kernel with ``start`` along ``side``, and then its own along the other side.
 
     Without both, entries are in 0..1, with a 1 in every row and column that is not all masked.
     """
     axis, other = AXIS[side], AXIS[OTHER[side]]
-    log_kernel = log_kernel + jnp.expand_dims(start, other)
-    first = _peak(log_kernel, axis)
-    second = _peak(log_kernel - first, other)
+    first = _peak(log_kernel + jnp.expand_dims(start, other), axis)
+    second = _peak(log_kernel - first, other)  # without the start, which may be huge
     return jnp.squeeze(first, axis), jnp.squeeze(second, other)
 
 

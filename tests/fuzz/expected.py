@@ -4,7 +4,6 @@ import numpy as np
 import reference
 from fuzz import predictors
 
-
 SHARP = 20.0
 """Scores from which codebook features are only checked to be finite: the nearest centre of a token
 may change by rounding, and centres whose tokens have weights below float32 drop out."""
@@ -51,21 +50,17 @@ def _weights(program, weights, head, q, k, bias, mask):
     if program.family == "codebook" and np.abs(s[mask]).max() > SHARP:
         return np.ones(mask.shape), np.inf
     valid = reference.feature_validity(mask, spec.padding)
-    dual = predictors.dual(program.family, program.side, weights, head, q, k, *valid, scale)
+    arguments = program.family, program.side, weights, head, q, k, *valid, scale
+    dual, size = predictors.dual(*arguments)
     own = q if program.side == "query" else k
     active = mask.any(1) if program.side == "query" else mask.any(0)
     dual = np.where(active, dual - reference.query_shift(own, scale=scale), 0.0)
     a = reference.close(s, dual, side=program.side, num_closures=program.closures, **settings)
-    size = np.ptp((dual + _shift(program.side, scale, q, k, mask))[active])
+    cost = reference.quadratic_cost(q[mask.any(1)], k[mask.any(0)], scale=scale).max()
+    squares = max(reference.query_shift(x, scale=scale).max() for x in (q, k))
     error = _error(program, program.closures, scale, q, k, bias, mask, s)
-    return a, error + 200 * _unit(program) * (1 + size) / spec.epsilon
-
-
-def _shift(side, scale, q, k, mask):
-    """What moves a dual to the coordinates of tokens without their offsets."""
-    own, other = (q, k) if side == "query" else (k, q)
-    active = mask.any(0) if side == "query" else mask.any(1)
-    return scale * own @ other[active].mean(0)
+    predicted = 100 * _unit(program) * (1 + size + cost) + 100 * 2.2e-16 * squares
+    return a, error + predicted / spec.epsilon
 
 
 def _unit(program):
@@ -75,12 +70,15 @@ def _unit(program):
 def _error(program, num_closures, scale, q, k, bias, mask, s):
     """A closure does not enlarge errors of scores, so they add up over the closures.
 
-    Scores are computed without the offsets, to which the unit of the program's precision applies;
-    the reference has that of float64 on the scores as they are.
+    Scores of a teacher are computed without an offset that the keys share, to which the unit of the
+    program's precision applies; the reference has that of float64 on the scores as they are.
     """
-    apart = lambda x, used: np.abs(x[used] - x[used].mean(0)).max(initial=0.0)
-    size = apart(q, mask.any(1)) * apart(k, mask.any(0)) * q.shape[-1] * scale
-    # A start or scores from an offset of one side only stay, below the size that is taken out.
-    size = size + np.abs(bias).max() + min(64.0, np.abs(s[mask]).max())
+    longest = lambda x: np.linalg.norm(x, axis=-1).max(initial=0.0)
+    used = k[mask.any(0)]
+    center = used.mean(0) if program.family is None else 0.0
+    # Up to five times the distance from the mean, an offset is left alone.
+    size = scale * longest(q) * 5 * longest(used - center) + np.abs(bias).max()
     delta = _unit(program) * 8 * size + 2.2e-16 * 8 * np.abs(s[mask]).max()
-    return (3e-6 if not program.x64 else 1e-13) + 4 * (num_closures + 2) * delta / program.spec.epsilon
+    return (3e-6 if not program.x64 else 1e-13) + 4 * (
+        num_closures + 2
+    ) * delta / program.spec.epsilon

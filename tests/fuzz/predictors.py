@@ -35,7 +35,10 @@ def build(family, side, arrays):
 
 
 def dual(family, side, arrays, head, q, k, query_valid, key_valid, scale):
-    """The centred dual of one head in cost coordinates, by the formulas, in float64."""
+    """The centred dual of one head in cost coordinates, by the formulas, in float64.
+
+    Also the size of the terms that add up to it, which says how far float32 may be off.
+    """
     if side == "key":
         q, k, query_valid, key_valid = k, q, key_valid, query_valid
     settings = dict(scale=scale, query_valid=query_valid, key_valid=key_valid)
@@ -50,4 +53,5 @@ def dual(family, side, arrays, head, q, k, query_valid, key_valid, scale):
         h = reference.moment_features(k, q, **swapped) @ np.asarray(moments[head], np.float64)
         h = h - reference.query_shift(k, scale=scale)
         x = reference.codebook_features(q, k, h, own, other, **settings)
-    return reference.center(x @ np.asarray(w, np.float64), query_valid)
+    w = np.asarray(w, np.float64)
+    return reference.center(x @ w, query_valid), (np.abs(x) @ np.abs(w)).max()

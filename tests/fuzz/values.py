@@ -4,6 +4,8 @@ import numpy as np
 
 SIZES = (0.0, 1e-3, 0.3, 1.0, 1.0, 3.0, 10.0, 100.0)
 OFFSETS = (0.0, 0.0, 0.0, 1.0, 30.0, 1e3, 1e4)
+PREDICTED = 30.0
+"""Largest offset for a compiled layer, whose features are of squared lengths (docs/limits.md)."""
 
 
 def draw(rng, program):
@@ -23,6 +25,8 @@ def draw(rng, program):
             x[:, rng.integers(x.shape[1])] *= 30
     sign = rng.choice((-1.0, 1.0), size=dim)
     where = pick(("both", "both", "queries", "keys"))
+    if program.family is not None:
+        offset = min(offset, PREDICTED)
     q = q + (offset * sign if where != "keys" else 0)
     k = k + (offset * sign if where != "queries" else 0)
     q, k, v = (x.astype(np_dtype(program.dtype)) for x in (q, k, v))
