@@ -59,7 +59,7 @@ def _weights(program, weights, head, q, k, bias, mask):
     cost = reference.quadratic_cost(q[mask.any(1)], k[mask.any(0)], scale=scale).max()
     squares = max(reference.query_shift(x, scale=scale).max() for x in (q, k))
     error = _error(program, program.closures, scale, q, k, bias, mask, s)
-    predicted = 100 * _unit(program) * (1 + size + cost) + 100 * 2.2e-16 * squares
+    predicted = 100 * _unit(program) * (1 + size + cost + squares)
     return a, error + predicted / spec.epsilon
 
 
