@@ -122,14 +122,15 @@ def _by_seam(program, q, k, v, bias, mask, arrays):
     from asap_jax.predictor.starting_dual import DeferredStart
 
     spec = program.spec
-    p = make_problem(q, k, v, bias, mask, scale=spec.scale).with_offsets(spec.epsilon)
+    p = make_problem(q, k, v, bias, mask, scale=spec.scale)
     if program.family is None:
         closures = Closures("key", spec.num_steps, spec.epsilon)
-        start = p.zero_dual("key") / spec.epsilon
+        start = jnp.zeros_like(p.k[..., 0])
     else:
         closures = Closures(program.side, program.closures, spec.epsilon)
         predictor = predictors.build(program.family, program.side, arrays)
         start = DeferredStart.of(predictor, spec, program.closures)(p)
     kernel = plain_kernel.kernel(precision="highest", block=4)
+    p = p.without_key_offset() if closures.side == "key" else p
     out = loop.apply(kernel, p, start, p.log_key_target(spec.key_mass), closures)
     return jnp.swapaxes(out, -2, -3).astype(p.dtype)
