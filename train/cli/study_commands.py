@@ -201,7 +201,6 @@ def _add_drift(kinds) -> None:
         "few minutes on two CPU cores.",
     )
     arguments.add_run(sub)
-    arguments.add_data_dir(sub)
     arguments.add_test_examples(sub, drift.TEST_EXAMPLES)
     arguments.add_calibration(sub, "--calibration", compile_teacher.NUM_IMAGES)
     arguments.add_out(sub, "drift.md and .json", run_folder.DEFAULT / "study")
