@@ -97,8 +97,7 @@ def test_settings_of_a_fit_change_its_coefficients(rng, settings):
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"objective": "kl"}, {"objective": "kl", "in_memory": False}, {"closures": 2},
-    {"closures": "none"},
+    {}, {"objective": "kl"}, {"objective": "kl", "in_memory": False}, {"closures": "none"},
 ], ids=str)  # fmt: skip
 def test_padding_of_a_fit_overrides_that_of_the_spec(rng, settings):
     """Padded queries of a key mask carry features: coefficients, weights and report agree."""

@@ -194,7 +194,7 @@ def test_train_compile_and_evaluate_work_together(minute, tmp_path, monkeypatch,
     assert parser.main(["train", "minute", "--run", run, "--resume", *settings]) == 0
     paper = ["--fit", "paper", "--num-slices", "4"]
     assert parser.main(["compile", run, "--images", "60", *paper]) == 0
-    assert "dual R2" in capsys.readouterr().out
+    assert "% of the variance of the" in capsys.readouterr().out
     assert parser.main(["evaluate", run, "--rounds", "1"]) == 0
     assert "ASAP-0" in capsys.readouterr().out
     stored = json.loads((tmp_path / "run" / "fidelity.json").read_text())
