@@ -126,3 +126,18 @@ def test_a_traced_bias_of_infinity_spoils_only_its_own_problem(rng):
     others[0, 1] = False
     heads = lambda x: np.moveaxis(np.asarray(x), 2, 1)[others]
     np.testing.assert_allclose(heads(out), heads(clean), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
+def test_one_closure_from_a_huge_dual_has_exact_column_sums(rng, size):
+    """Peaks of the kernel with such a start, minus the start, would have no digits left."""
+    q, k, v = inputs(rng, 1.0)
+    coefficients = rng.normal(size=(3, 12)).astype("f")
+    predictor = aj.Predictor((aj.Moments(),), coefficients=coefficients)
+    settings = dict(predictor=predictor, spec=aj.SinkhornSpec(4), closures=1)
+    run = jax.jit(lambda *x: aj.asap_attention(*x, implementation="scaling", **settings))
+    ones = np.ones_like(v)
+    for x in (size * q, size * q + np.float32(1e4)):
+        assert np.isfinite(run(x, size * k, v)).all()
+        # Every key gives its mass 1 to the queries.
+        np.testing.assert_allclose(np.asarray(run(x, size * k, ones)).sum(1), 9, rtol=1e-5)
