@@ -1,7 +1,8 @@
 # Every target sets up its own virtual environment when there is none, and is quick the second time.
 #
 #   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
-#   make test   run the whole test suite in two processes (PYTEST_ARGS="-k masks" for other options)
+#   make test   run the tests in two processes (PYTEST_ARGS="-k masks" for other options)
+#   make slow   run the tests that `make test` leaves out: notebooks and studies that compile models (2 minutes)
 #   make bench  measure speed and memory and write the tables in docs/results/bench (20 minutes)
 #   make gpu    check and measure on an accelerator, with the Python that has JAX (12 minutes)
 #   make quick  run the tests of the library's core, a few minutes, for daily work
@@ -12,7 +13,7 @@
 #   make clean  remove the virtual environment
 
 PYTHON ?= python3
-PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
+PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal -m "not slow"
 FUZZ_ARGS ?= --cases 10000 --seed 0
 QUICK := tests/test_*.py tests/solvers tests/predictor tests/features tests/whole/test_architecture.py
 
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick bench gpu docs fuzz lint dist clean
+.PHONY: help demo test slow quick bench gpu docs fuzz lint dist clean
 .NOTPARALLEL:
 
 help:
@@ -32,6 +33,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow
 
 quick: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(QUICK)

@@ -98,7 +98,7 @@ def lengths_to_valid(lengths, size):
 
 @pytest.mark.parametrize("implementation", ["streaming", "dense"])
 @pytest.mark.parametrize("bank", ["axes", "gaussian"])
-@pytest.mark.parametrize(("tau", "big_t"), [(0.1, 0.1), (0.1, 10.0), (1e-3, 0.1), (1e-3, 10.0)])
+@pytest.mark.parametrize(("tau", "big_t"), [(0.1, 0.1), (1e-3, 10.0)])
 def test_soft_plan_follows_the_reference(rng, dtype, tau, big_t, bank, implementation):
     directions = None if bank == "axes" else problems.normal(rng, 5, 8, dtype=dtype)
     for length in (16, 64):

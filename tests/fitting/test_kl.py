@@ -907,8 +907,7 @@ def test_coefficients_that_do_not_fit_are_refused():
             aj.kl_objective(jnp.ones(shape), *arrays)
 
 
-@pytest.mark.parametrize("num_slices", [16, 32])
-def test_sharp_plans_are_fitted_to_the_minimum(num_slices):
+def test_sharp_plans_are_fitted_to_the_minimum():
     """The Hessian at the start is far from that at the minimum; one whitening took 100 steps."""
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(3, 12, 8)) for _ in range(2))
@@ -917,7 +916,7 @@ def test_sharp_plans_are_fitted_to_the_minimum(num_slices):
     s, shift = aj.scores(q, k), aj.query_shift(q)
     y = aj.sinkhorn_duals(s, spec=aj.SinkhornSpec(10)).source + shift
     y = y - y.mean(-1, keepdims=True)
-    x = aj.sliced_potentials(q, k, aj.slice_directions(0, num_slices, 8))
+    x = aj.sliced_potentials(q, k, aj.slice_directions(0, 16, 8))
     arrays = [np.asarray(a) for a in (x, y, s, shift)]
     fit = aj.fit_kl(*arrays)
     assert fit.converged
@@ -927,5 +926,5 @@ def test_sharp_plans_are_fitted_to_the_minimum(num_slices):
     assert best.reason == "gradient"
     exact = Objective(*arrays)
     value = lambda fit: exact.value(np.asarray(fit.coefficients, np.float64))
-    zero = exact.value(np.zeros(num_slices))
+    zero = exact.value(np.zeros(16))
     assert value(fit) - value(best) <= 1e-6 * zero

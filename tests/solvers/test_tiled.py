@@ -17,7 +17,7 @@ from asap_jax.solvers.closures import Closures
 
 @pytest.mark.parametrize(
     ("size", "masked", "num_steps"),
-    [(1, False, 1), (1, False, 4), (300, True, 2), (300, True, 3), (300, True, 7)],
+    [(1, False, 1), (1, False, 4), (300, True, 2), (300, True, 7)],
 )
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_tiles_give_the_dense_plan_and_its_gradient(rng, x64, side, num_steps, masked, size):

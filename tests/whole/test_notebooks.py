@@ -15,6 +15,8 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+COMPILING = ("2_", "3_", "4_", "5_")
+"""Notebooks that compile models: `make docs` runs them too, and stops at any error."""
 
 
 def cells(name):
@@ -34,7 +36,13 @@ def test_notebooks_have_no_stored_outputs(name):
         assert cell["execution_count"] is None
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.startswith(COMPILING) else [])
+        for name in NOTEBOOKS
+    ],
+)
 def test_notebook_runs_and_draws(name, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
     monkeypatch.chdir(FOLDER)

@@ -56,6 +56,7 @@ def test_seconds_leave_out_compilation_resumption_and_a_pause():
     assert amortized.seconds_of(steady[:1]) == 32.0
 
 
+@pytest.mark.slow
 def test_the_study_trains_tests_and_writes(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(catalogue.SMALL, "small", small)
     monkeypatch.setitem(catalogue.RECIPES, "small", small)

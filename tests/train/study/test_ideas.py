@@ -59,6 +59,7 @@ def run(minute, examples, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_idea_is_measured_and_written(run, tmp_path, monkeypatch, capsys):
     """Three steps: no three closures; without masks, nothing that only masks tell apart."""
     few = ("moments", "moments of active tokens", "moments, weighted", "moments, Gaussian plan")
