@@ -14,7 +14,7 @@ import asap_jax as aj
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "api").glob("*.md"))]
 GUIDES = ("from-softmax.md", "padded-text.md", "fits.md", "one-call.md")
 EXAMPLES = ("asap_jax.metrics", "asap_jax.scores", "asap_jax.spec", "asap_jax.solvers.ctransform")

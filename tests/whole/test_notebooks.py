@@ -13,7 +13,7 @@ import jax
 import matplotlib.pyplot as plt
 import pytest
 
-FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
+FOLDER = pathlib.Path(__file__).parents[2] / "docs" / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 COMPILING = ("2_", "3_", "4_", "5_")
 """Notebooks that compile models: `make docs` runs them too, and stops at any error."""
