@@ -5,7 +5,7 @@
 #   make bench  measure speed and memory and write the tables in docs/results/bench (20 minutes)
 #   make gpu    check and measure on an accelerator, with the Python that has JAX (12 minutes)
 #   make quick  run the tests of the library's core, a few minutes, for daily work
-#   make docs   write the documentation site to docs/_build/html (2 minutes)
+#   make docs   write the documentation site to docs/_build/html (3 minutes)
 #   make lint   check style, formatting and types
 #   make clean  remove the virtual environment
 
