@@ -6,7 +6,7 @@
 #   make bench  measure speed and memory and write the tables in docs/results/bench (20 minutes)
 #   make gpu    check and measure on an accelerator, with the Python that has JAX (12 minutes)
 #   make quick  run the tests of the library's core, a few minutes, for daily work
-#   make docs   write the documentation site to docs/_build/html (2 minutes)
+#   make docs   write the documentation site to docs/_build/html (3 minutes)
 #   make fuzz   run 10,000 random cases; each failure prints the command that repeats it
 #   make lint   check style, formatting and types
 #   make dist   build the wheel and the source archive in dist/, and try the wheel

@@ -6,7 +6,9 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # the notebooks and the API pages show this checkout
+# The pages and the notebooks show this checkout.
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)
 
 project = "asap_jax"
 author = "asap_jax authors"
