@@ -212,7 +212,8 @@ def exponentiate(p: Problem, start: jax.Array, closures: Closures) -> tuple[jax.
     log = p.log_kernel(closures.epsilon, products)
     log = log - jnp.expand_dims(near, own) - jnp.expand_dims(far, other)
     # The tangent of the start goes to ``near`` only, which gives the plan the same tangent.
-    return jnp.exp(log), jnp.exp(start + near)
+    # At most REACH but for slices that are all masked, whose scaling only has to be finite.
+    return jnp.exp(log), jnp.exp(jnp.minimum(start + near, REACH))
 
 
 def _range(x: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
