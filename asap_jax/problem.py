@@ -107,22 +107,23 @@ class Problem:
         return masks.log_key_target(key_mass, self.validity, self.score_shape, self.q.dtype)
 
     def without_key_offset(self) -> Problem:
-        """The problem without an offset that all active keys share.
+        """The problem without an offset that all active keys share in a channel.
 
         An offset changes the scores by a constant for each query, which a first closure over the
-        keys cancels; but float32 scores with a large constant have few digits left. The mean of
-        the keys is taken for one if it is more than ``FAR`` times as long as any key's distance
-        from it. Without a mask the first ``SAMPLE`` keys decide, so that it costs nothing.
+        keys cancels; but float32 scores with a large constant have few digits left. The mean of a
+        channel is its offset if it is more than ``FAR`` times as large as the distance of any key
+        from it. It is rounded to ``dtype``, so that such keys minus the offset are exact there.
+        Without a mask the first ``SAMPLE`` keys decide, so that it costs nothing.
         """
         valid = None if self.validity is None else self.validity.key
         sampled = valid is None and isinstance(self.k.shape[-2], int)
         keys = jax.lax.stop_gradient(self.k[..., :SAMPLE, :] if sampled else self.k)
         mean = masks.token_mean(keys, valid)
-        distances = jnp.linalg.norm(masks.zero_inactive(keys - mean, valid), axis=-1, keepdims=True)
-        farthest = jnp.max(distances, -2, keepdims=True)
-        common = jnp.linalg.norm(mean, axis=-1, keepdims=True) > FAR * farthest
-        mean = jnp.where(common, mean, jnp.zeros_like(mean))
-        return dataclasses.replace(self, k=masks.zero_inactive(self.k - mean, valid))
+        distances = jnp.abs(masks.zero_inactive(keys - mean, valid))
+        common = jnp.abs(mean) > FAR * jnp.max(distances, -2, keepdims=True)
+        offset = jnp.where(common, mean, jnp.zeros_like(mean)).astype(self.dtype)
+        offset = offset.astype(self.k.dtype)
+        return dataclasses.replace(self, k=masks.zero_inactive(self.k - offset, valid))
 
     def moved(self) -> Problem:
         """The problem with the axes of heads and tokens of q, k and v exchanged."""

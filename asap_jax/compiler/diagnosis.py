@@ -67,7 +67,7 @@ class LayerDiagnosis:
       finite: whether active queries, keys and the output are finite.
       rel_l2, output_rel_l2: distance of the layer's weights and head outputs from its teacher's;
         None without ``teacher=True``.
-      zero_rel_l2: ``rel_l2`` of as many closures from the dual 0; None for ``closures="none"``.
+      zero_rel_l2: ``rel_l2`` of the same closures from the dual 0; None for ``closures="none"``.
     """
 
     row_error: jax.Array
@@ -116,7 +116,7 @@ class LayerDiagnosis:
             )
         zero, own = self.zero_rel_l2, self.rel_l2
         if zero is not None and own is not None and not float(own) <= float(zero):
-            return "RECALIBRATE: as many closures from the dual 0 are closer to the teacher"
+            return "RECALIBRATE: the same closures without a prediction are closer to the teacher"
         return "ok"
 
 

@@ -62,7 +62,7 @@ class LayerReport:
 
     @property
     def verdicts(self) -> list[verdict.Verdict]:
-        """Each compiled operator against Sinkhorn of as many attention calls."""
+        """Each compiled operator against Sinkhorn with at most its number of attention calls."""
         return verdict.verdicts(self.rows, self.ending)
 
     def _judgement(self) -> list[str]:
@@ -202,5 +202,5 @@ class CompileReport:
         lines += [] if self.model is None else [str(self.model)]
         behind = [r.path for r in self.layers.values() if r.verdicts and not r.verdicts[-1].closer]
         if behind:
-            lines.append(f"WARNING: no closer than Sinkhorn of as many calls: {', '.join(behind)}")
+            lines.append(f"WARNING: no closer than Sinkhorn with as few calls: {', '.join(behind)}")
         return "\n".join([*lines, *map(str, self.layers.values())])

@@ -12,13 +12,13 @@ Rows = Mapping[str, Mapping[str, float]]
 
 
 class Verdict(NamedTuple):
-    """How one compiled operator compares with Sinkhorn of as many attention calls.
+    """How one compiled operator compares with Sinkhorn at no more attention calls.
 
     Attributes:
       operator: its name in the report.
       closer: whether it is closer to the teacher; None if no Sinkhorn has so few calls.
       error: its rel-l2 of the weights, or of the head outputs if it ends on rows.
-      rival, rival_error: the closest Sinkhorn of as many calls at most, and its error.
+      rival, rival_error: the closest Sinkhorn with no more calls, and its error.
       enough: the Sinkhorn with the fewest calls among those that are at least as close, or None.
     """
 

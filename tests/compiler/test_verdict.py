@@ -79,7 +79,7 @@ def test_the_head_of_a_report_names_the_worst_layer_and_layers_that_lose():
     text = str(CompileReport(layers, True, 4, 1, 12.0, 7.0, model))
     assert "12.0 s (7.0 s of it compilation)" in text
     assert "median layer 0.3, worst layer 0.5 (b)" in text
-    assert "WARNING: no closer than Sinkhorn of as many calls: b\n" in text
+    assert "WARNING: no closer than Sinkhorn with as few calls: b\n" in text
     assert "same class for 90.0 %" in text
     assert "0.7 at the worst example" in text
 

@@ -8,6 +8,9 @@ SHARP = 20.0
 """Scores from which codebook features are only checked to be finite: the nearest centre of a token
 may change by rounding, and centres whose tokens have weights below float32 drop out."""
 
+LOST = 1e6
+"""Errors of exponents from which float64 has no digits left either: outputs must then be finite."""
+
 
 def output(program, arrays, weights):
     """(expected output, bound), both ``(B, N, H, dv)``; ``weights`` are the predictor's arrays."""
@@ -26,8 +29,10 @@ def output(program, arrays, weights):
         used = mask[i].any(0)
         largest = np.abs(v[i][used]).max(initial=0.0)
         out[i] = a @ np.where(used[:, None], v[i], 0.0)
-        error = error if error == np.inf else min(error, 2.0)
-        bound[i] = (a.sum(1) * error * max(largest, 1e-30))[:, None]
+        # Errors of exponents; no weight can be off by more than all of the mass.
+        most = 2.0 * mask[i].any(1).sum() if error < LOST else np.inf
+        off = np.minimum(a.sum(1) * np.expm1(min(error, 600.0)), most)
+        bound[i] = (off * max(largest, 1e-30))[:, None]
     rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(program.dtype, 0.0)
     tiny = 1e-7 if program.dtype == "float16" else 1e-30
     bound = bound + rounding * np.abs(out) + tiny
@@ -35,7 +40,7 @@ def output(program, arrays, weights):
 
 
 def _weights(program, weights, head, q, k, bias, mask):
-    """The weights of one problem, and a bound of their relative error."""
+    """The weights of one problem, and a bound of the error of their logarithms."""
     spec = program.spec
     scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     q, k = np.where(mask.any(1)[:, None], q, 0.0), np.where(mask.any(0)[:, None], k, 0.0)

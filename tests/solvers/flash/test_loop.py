@@ -201,3 +201,19 @@ def test_only_the_duals_of_the_steps_are_kept_for_the_gradient():
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(41) - temporary(21) < 20 * 3 * 1024 * 4  # bytes of 20 rounds of duals
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_offset_of_the_keys_in_one_channel_is_exact_in_the_dtype_of_a_kernel(rng, dtype):
+    """Kernels take queries and keys in their own dtype: keys minus the offset must fit in there."""
+    arguments, mixing = inputs(rng, "key", dtype)
+    q, k, *rest = arguments
+    q, k = 4 * q, (4 * k).at[..., 0].add(1000)
+    kernel = reference.kernel(precision="highest", block=4)
+
+    def apply(p, *call):
+        return loop.apply(kernel, p.without_key_offset(), *call)
+
+    moved, _ = results(apply, (q, k, *rest), mixing, None, Closures("key", 3))
+    expected, _ = results(log_domain.apply, (q, k, *rest), mixing, None, Closures("key", 3))
+    assert relative(moved, expected) < {"bfloat16": 2e-3, "float32": 2e-5}[dtype]
