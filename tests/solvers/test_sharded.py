@@ -60,6 +60,23 @@ def test_sharded_tokens_give_the_result_and_gradients_of_one_device(rng, name, w
     chex.assert_trees_all_close(both(*placed), both(*arrays, mask), rtol=2e-5, atol=2e-5)
 
 
+def test_tokens_stay_sharded_inside_shard_map(rng):
+    """`shard_map` over examples, with the tokens over an axis that is left to the compiler."""
+    mesh = jax.make_mesh((1, 2), ("data", "tokens"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tokens = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "tokens"))
+    arrays = [rng.normal(size=(2, LENGTH, HEADS, DIM)).astype("float32") for _ in range(3)]
+    placed = [jax.device_put(x, tokens) for x in arrays]
+    attend = OPERATORS["two closures"]
+    loss = lambda *arrays: jnp.sum(jnp.sin(attend(*arrays)))
+    both = lambda *arrays: (attend(*arrays), jax.grad(loss, (0, 1, 2))(*arrays))
+    data = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=data, out_specs=data, axis_names={"data"})
+    compiled = jax.jit(mapped, out_shardings=tokens).lower(*placed).compile()
+    expected = jax.jit(both)(*arrays)
+    chex.assert_trees_all_close(compiled(*placed), expected, rtol=2e-5, atol=2e-5)
+    assert sharded.gathered_tokens(compiled.as_text(), LENGTH) <= 130  # a block of queries
+
+
 @pytest.mark.parametrize("name", ["one closure, row ending, moments", "Sinkhorn S=10"])
 def test_no_device_gathers_the_tokens_and_memory_falls_with_the_number_of_devices(name):
     attend = sharded.operators()[name]
