@@ -49,10 +49,7 @@ class Result:
         }
         values = {"table": self.name, "label": self.label, "missing": list(self.missing)}
         values |= {"preset": preset, "seeds": list(seeds), **self.values}
-        tables = [
-            dataclasses.replace(table, title=table.title or self.title) for table in self.tables
-        ]
-        return Report(self.title, tables, facts, values)
+        return Report(self.title, self.tables, facts, values)
 
     def write(
         self, out: pathlib.Path, preset: str, seeds: Sequence[int]
