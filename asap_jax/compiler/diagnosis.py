@@ -125,10 +125,14 @@ class Diagnosis:
     """What ``diagnose`` found: layer path to LayerDiagnosis. A pytree of arrays; prints as a table.
 
     Attributes:
-      layers: by layer path.
+      layers: by layer path, the compiled layers that ran.
+      not_run: paths of compiled states that no layer used.
+      with_loop: paths of layers that ran the Sinkhorn loop, because they have no state.
     """
 
     layers: dict[str, LayerDiagnosis]
+    not_run: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
+    with_loop: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
 
     @property
     def recalibrate(self) -> jax.Array:
@@ -155,6 +159,11 @@ class Diagnosis:
         verdicts = {name: layer.verdict() for name, layer in layers}
         bad = [f"  {name}: {verdict}" for name, verdict in verdicts.items() if verdict != "ok"]
         summary = f"{len(bad)} of {len(layers)} layer(s) need a look" if bad else "ok"
+        for paths, what in (
+            (self.not_run, "compiled, but no layer used the state on this batch"),
+            (self.with_loop, "not compiled, ran the Sinkhorn loop"),
+        ):
+            lines += [f"{what}: {', '.join(paths)}"] if paths else []
         return "\n".join([*lines, f"verdict: {summary}", *bad])
 
 
@@ -180,7 +189,9 @@ def diagnose(
     for path in ran:
         check_mask(records[path], path, WHERE)
         layers[path] = layer_diagnosis(records[path], states[path], teacher=teacher)
-    return Diagnosis(layers)
+    not_run = tuple(path for path in states if path not in records)
+    with_loop = tuple(path for path in records if path not in states)
+    return Diagnosis(layers, not_run, with_loop)
 
 
 def checked_batch(batch: Any) -> Any:

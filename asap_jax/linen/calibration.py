@@ -203,7 +203,8 @@ def diagnose(
       apply_kwargs, forward: see ``compile``.
 
     Returns:
-      Diagnosis, one LayerDiagnosis for each compiled layer that ran; prints as a table.
+      Diagnosis, one LayerDiagnosis for each compiled layer that ran; prints as a table. It also
+      names states that no layer used, and layers without a state.
 
     Raises:
       ValueError: no layer of the model is compiled, or none of them ran.

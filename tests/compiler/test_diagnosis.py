@@ -103,6 +103,22 @@ def test_without_statistics_the_drift_is_unknown(compiled):
     assert "rel-l2" not in str(shown).splitlines()[0]
 
 
+def test_states_without_a_layer_and_layers_without_a_state_are_named(rng):
+    """As after an edit of a path in a file: on linen, variables alone do not show it."""
+    model = linen_models.Loop()
+    variables = linen_models.initial(rng, model)
+    batches = linen_models.data(rng, 4)
+    result = aj.linen.compile(model, variables, batches)
+    first, *others = result.states
+    states = {"nowhere": result.states[first], **{path: result.states[path] for path in others}}
+    wrong = {**variables, "asap": aj.linen.state_tree(states)}
+    shown = aj.linen.diagnose(model, wrong, batches[0])
+    assert (shown.not_run, shown.with_loop) == (("nowhere",), (first,))
+    assert list(shown.layers) == others
+    assert "no layer used the state on this batch: nowhere" in str(shown)
+    assert f"ran the Sinkhorn loop: {first}" in str(shown)
+
+
 def test_models_without_compiled_layers_and_bad_batches_are_refused(compiled):
     model, result, batch = compiled
     teacher = {"params": result.variables["params"]}
