@@ -38,7 +38,7 @@ nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_ipywidgets_js: dict = {}  # no widgets, and nothing from the network
 nb_execution_show_tb = True
-# What `compile` shows of its progress is one line in a notebook that is open, and removed at its end.
+# `compile` shows its progress in an open notebook as one line, and removes it at the end.
 nb_output_stderr = "remove"
 
 # Types are in the signatures; the docstrings have shapes and units.
