@@ -16,6 +16,8 @@ import numpy as np
 from asap_jax import checks
 
 MASKED_BIAS = -1e8
+SOFT_MASK = -1e3
+"""Biases of this and 0 alone are taken for an additive mask."""
 LARGEST_BIAS = 1e6
 """Largest bias that leaves float32 scores a tenth of their unit."""
 
@@ -83,8 +85,9 @@ def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None
     Raises:
       TypeError, ValueError: dtype or shape that does not fit. ValueError also for concrete values
         that are +inf or NaN, or that are larger than 1e6 and not masked: float32 scores plus such a
-        bias have lost their digits. Traced values are not checked; +inf or NaN then spoils the rows
-        and columns that it is added to.
+        bias have lost their digits, or that look like a mask: only 0 and 1, or only 0 and one value
+        from -1e3 down. Traced values are not checked; +inf or NaN then spoils the rows and columns
+        that it is added to.
     """
     if bias is None:
         return None, None
@@ -95,6 +98,7 @@ def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None
         values = np.asarray(array)
         hidden = values <= limit
         _check_sizes(values, hidden)
+        _check_not_a_mask(values, limit)
         if not hidden.any():
             return array, None
     masked = array <= limit
@@ -109,6 +113,25 @@ def _check_sizes(bias: np.ndarray, hidden: np.ndarray) -> None:
         value = bias[wrong][0]
         raise ValueError(
             f"bias must be within +-{largest:g}, or <= {MASKED_BIAS:g} where it masks, got {value}"
+        )
+
+
+def _check_not_a_mask(bias: np.ndarray, limit: float) -> None:
+    """Refuses the two values of a mask, above ``limit``, where they would be added to the scores.
+
+    A key with a bias of -1e4 is no more masked than others: columns get their sums back.
+    """
+    if bias.size == 0:
+        return
+    low, high = float(bias.min()), float(bias.max())
+    if low == high or not np.all((bias == low) | (bias == high)):
+        return
+    if (low, high) == (0, 1):
+        raise ValueError("bias holds only 0 and 1, as a mask does: give masks as mask=")
+    if high == 0 and limit < low <= SOFT_MASK:
+        raise ValueError(
+            f"bias holds only 0 and {low:g}, as an additive mask does, but a bias masks from "
+            f"{limit:g} on: give -1e9, or a bool mask as mask="
         )
 
 

@@ -11,6 +11,7 @@ from asap_jax import checks
 KEY_MASSES = ("balanced", "unit")
 PADDINGS = ("self", "none")
 ENDINGS = ("teacher", "row")
+EXPECTED_SPEC = "a SinkhornSpec, as in SinkhornAttention(SinkhornSpec(num_steps=10))"
 
 
 @jax.tree_util.register_static

@@ -200,3 +200,30 @@ def test_a_masking_bias_works_inside_a_jitted_function(make, fill):
     bias = make(values)
     weights = jax.jit(lambda q: aj.softmax_attention(q, q, q, bias, return_weights=True)[1])(q)
     np.testing.assert_allclose(weights[0, 0], np.full((4, 4), [1 / 3, 1 / 3, 1 / 3, 0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 6), (2, 1, 6, 6)])
+def test_a_bias_with_the_values_of_a_mask_is_refused(shape):
+    keep = np.arange(6) < 4
+    keep = np.broadcast_to(keep, shape)
+    for low in (-1e3, -1e4, -1e6):
+        with pytest.raises(ValueError, match="as an additive mask does"):
+            masks.as_bias(np.where(keep, 0, np.float32(low)), (2, 3, 6, 6))
+    with pytest.raises(ValueError, match="bias holds only 0 and 1"):
+        masks.as_bias(keep.astype("float32"), (2, 3, 6, 6))
+
+
+def test_other_biases_of_two_values_are_biases():
+    shape = (1, 1, 6, 6)
+    keep = np.eye(6, dtype=bool)[None, None]
+    for low, high in ((0, -100), (0, 2), (-1, 1), (0, 0), (1, 1), (-1e4, -2e4), (0, 1e4)):
+        bias, mask = masks.as_bias(np.where(keep, np.float32(low), np.float32(high)), shape)
+        assert mask is None
+        np.testing.assert_array_equal(bias, np.where(keep, low, high))
+    slopes = -np.abs(np.subtract.outer(np.arange(6), np.arange(6))) * 1e4
+    assert masks.as_bias(slopes.astype("float32")[None, None], shape)[1] is None
+    _, mask = masks.as_bias(np.where(keep, np.float32(0), np.float32(-1e9)), shape)
+    np.testing.assert_array_equal(mask, keep)
+    half = np.finfo(np.float16).min  # of float16, -65504 masks
+    _, mask = masks.as_bias(np.where(keep, np.float16(0), half), shape)
+    np.testing.assert_array_equal(mask, keep)

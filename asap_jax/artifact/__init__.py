@@ -115,7 +115,8 @@ def _load(data: bytes, like: Any, framework: str | None) -> Any:
     """As ``load``, from the contents of the file; messages do not name the file."""
     header, entries = _read(data)
     if framework not in (None, header["framework"]):
-        raise ValueError(f"compiled from a {header['framework']} model, like is {framework}")
+        model = {"linen": "a linen model", "nnx": "an nnx model"}[header["framework"]]
+        raise ValueError(f"compiled from {model}, like is {framework}")
     if framework is None and header["framework"] == "nnx":
         raise ValueError("compiled from an nnx model: give like, a model of the same shapes")
     loaded, weights = _contents(header, entries)

@@ -44,6 +44,12 @@ def check_batch(batch: Any, where: str) -> None:
             raise TypeError(f"{where} must hold arrays only, got {checks.describe(leaf)}") from None
 
 
+def check_concrete(batch: Any, where: str) -> None:
+    """Raises TypeError if a leaf of ``batch`` is traced."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
+        raise TypeError(f"{where} is traced: compile reads values, so call it outside jax.jit")
+
+
 def own(batch: Any) -> Any:
     """``batch`` with copies of its NumPy arrays, which the caller may overwrite."""
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)

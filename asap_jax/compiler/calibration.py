@@ -17,7 +17,7 @@ import numpy as np
 
 from asap_jax import checks
 from asap_jax.compiler import progress
-from asap_jax.compiler.batches import check_batch, checked, describe_batch, own
+from asap_jax.compiler.batches import check_batch, check_concrete, checked, describe_batch, own
 from asap_jax.compiler.clock import Clock, timed
 from asap_jax.compiler.end_to_end import ModelReport, compare
 from asap_jax.compiler.fit import LayerFit, Solved, check_finite, is_reported
@@ -122,6 +122,7 @@ class Calibration(abc.ABC):
         """
         where = f"calibration batch {self.num_batches if index is None else index}"
         check_batch(batch, where)
+        check_concrete(batch, where)
         options, recorded = self.options, self._copied_records(teacher, batch, where)
         for path, record in select(recorded, options.layers).items():
             if path not in self.fits:
@@ -265,6 +266,7 @@ class Calibration(abc.ABC):
                 if is_reported(index, share):
                     where = f"calibration batch {index}"
                     check_batch(batch, where)
+                    check_concrete(batch, where)
                     held_out.append(own(batch))
                     for path, record in self._copied_records(teacher, batch, where).items():
                         check_active(record, path, where)

@@ -195,7 +195,12 @@ def diagnose(
 
 
 def checked_batch(batch: Any) -> Any:
-    """``batch``; TypeError unless its leaves are arrays or numbers."""
+    """``batch``; TypeError unless it is one batch, and its leaves are arrays or numbers."""
+    if isinstance(batch, list):
+        raise TypeError(
+            f"{WHERE} must be one batch: an array, or a tuple or dict of arrays; got a list of "
+            f"{len(batch)}. Call diagnose for each batch."
+        )
     check_batch(batch, WHERE)
     return batch
 

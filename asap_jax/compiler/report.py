@@ -189,13 +189,14 @@ class CompileReport:
         return lines
 
     def __str__(self) -> str:
-        share = "held-out" if self.held_out else "IN-SAMPLE (give more batches to hold some out)"
         time = f"{self.fit_seconds:.1f} s"
         if not math.isnan(self.compile_seconds):
             time += f" ({self.compile_seconds:.1f} s of it compilation)"
+        seen = "batch(es) that the fit has seen, so too good: give more, to hold some out"
+        measured = "held-out batch(es)" if self.held_out else seen
         head = (
             f"{len(self.layers)} layer(s), fitted on {self.num_fit_batches} batch(es) in {time}; "
-            f"figures on {self.num_report_batches} {share} batch(es)"
+            f"figures on {self.num_report_batches} {measured}"
         )
         lines = [head]
         lines += self._summary() if len(self.layers) > 1 else []

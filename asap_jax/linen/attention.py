@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import flax.linen as nn
 
-from asap_jax import records
+from asap_jax import checks, records
 from asap_jax.attention import functions
 from asap_jax.attention.flax_call import Call, Result, attention_method
 from asap_jax.records import Record
-from asap_jax.spec import SinkhornSpec
+from asap_jax.spec import EXPECTED_SPEC, SinkhornSpec
 
 STATE = "asap"
 CAPTURE = "asap_capture"
@@ -39,10 +39,18 @@ class SinkhornAttention(nn.Module):
     implementation: str = "auto"
     detach_key_dual: bool = False
 
-    @nn.compact
+    def __post_init__(self):
+        checks.instance("spec", self.spec, SinkhornSpec, EXPECTED_SPEC)
+        super().__post_init__()
+
     @attention_method
     def __call__(self, call: Call) -> Result:
         """Arguments and result as ``sinkhorn_attention``."""
+        if self.scope is None:
+            raise ValueError(
+                "this layer runs inside a linen module: in an nnx model use "
+                "asap_jax.nnx.SinkhornAttention, elsewhere the function sinkhorn_attention"
+            )
         path = "/".join(self.path)
         if getattr(self.parent, "decode", False):
             raise ValueError(

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 from flax.core.scope import Scope, union_filters
+from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
 from flax.linen.module import TestScope
 
 from asap_jax import checks, records
@@ -59,6 +60,13 @@ class Calibration(compiling.Calibration):
         with _axis_errors(CAPTURE):
             try:
                 return self._recorded(variables, batch)
+            except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
+                if "params" in variables:
+                    raise
+                raise ValueError(
+                    f"variables has no collection 'params', only {sorted(variables)}: give what "
+                    "model.init returned, or {'params': params}"
+                ) from error
             except jax.errors.UnexpectedTracerError as error:
                 raise ValueError(
                     f"forward runs the whole model inside a transform (jax.jit, nn.remat): "

@@ -8,7 +8,7 @@ from asap_jax import checks, records
 from asap_jax.attention import functions
 from asap_jax.attention.flax_call import Call, Result, attention_method
 from asap_jax.records import Record
-from asap_jax.spec import SinkhornSpec
+from asap_jax.spec import EXPECTED_SPEC, SinkhornSpec
 
 SCAN_HINT = (
     "inside nnx.scan / nnx.vmap slice the two variable types along axis 0, for instance "
@@ -50,7 +50,7 @@ class SinkhornAttention(nnx.Module):
         implementation: str = "auto",
         detach_key_dual: bool = False,
     ):
-        checks.instance("spec", spec, SinkhornSpec, "a SinkhornSpec")
+        checks.instance("spec", spec, SinkhornSpec, EXPECTED_SPEC)
         self.spec = spec
         self.implementation = implementation
         self.detach_key_dual = detach_key_dual

@@ -581,7 +581,7 @@ def test_holdout_sets_how_many_batches_are_held_out(rng, batches, holdout, fit, 
     assert report.num_fit_batches == fit
     assert report.num_report_batches == (held_out or 1)
     assert report.layers[FIRST].fit["num_rows"] == fit * BATCH * HEADS * LENGTH
-    assert ("held-out" if held_out else "IN-SAMPLE") in str(report)
+    assert ("held-out" if held_out else "that the fit has seen") in str(report)
 
 
 def test_held_out_batches_do_not_change_the_fit(rng):

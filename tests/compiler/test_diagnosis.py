@@ -126,6 +126,8 @@ def test_models_without_compiled_layers_and_bad_batches_are_refused(compiled):
         aj.linen.diagnose(model, teacher, batch)
     with pytest.raises(TypeError, match="the batch to diagnose"):
         aj.linen.diagnose(model, result.variables, "text")
+    with pytest.raises(TypeError, match="the batch to diagnose must be one batch.*a list of 2"):
+        aj.linen.diagnose(model, result.variables, [batch, batch])
     with pytest.raises(TypeError, match="teacher"):
         aj.linen.diagnose(model, result.variables, batch, teacher=1)
 

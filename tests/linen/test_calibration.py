@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from linen_models import (
     DEPTH,
     PAPER,
@@ -317,3 +318,33 @@ def test_mapping_one_layer_over_examples_is_an_error_that_names_the_remedy(rng):
     variables = initial(rng, model)
     with pytest.raises(ValueError, match="variable_axes"):
         compile_model(model, variables, batches)
+
+
+# -------------------------------------------------------------------------- first mistakes
+
+
+def test_parameters_without_their_collection_are_an_error_that_says_so(rng):
+    model = Loop()
+    variables = initial(rng, model)
+    for given in (variables["params"], {}):
+        with pytest.raises(ValueError, match=r"no collection 'params'.*\{'params': params\}"):
+            aj.linen.compile(model, given, data(rng))
+
+
+def test_compile_under_jit_is_refused(rng):
+    model = Loop()
+    variables = initial(rng, model)
+    with pytest.raises(TypeError, match="calibration batch 0 is traced.*outside jax.jit"):
+        jax.jit(lambda x: aj.linen.compile(model, variables, [x]))(data(rng, 1)[0])
+
+
+def test_the_class_in_place_of_an_instance_and_an_nnx_model_are_refused_by_name(rng):
+    x = data(rng, 1)[0]
+    stock = nn.MultiHeadDotProductAttention(2, attention_fn=aj.linen.SinkhornAttention)
+    with pytest.raises(TypeError, match=r"spec must be a SinkhornSpec, as in SinkhornAttention\("):
+        stock.init(jax.random.key(0), x)
+    layer = aj.linen.SinkhornAttention(aj.SinkhornSpec(4))
+    settings = dict(attention_fn=layer, decode=False, rngs=nnx.Rngs(0))
+    nnx_stock = nnx.MultiHeadAttention(2, x.shape[-1], **settings)
+    with pytest.raises(ValueError, match="in an nnx model use asap_jax.nnx.SinkhornAttention"):
+        nnx_stock(x)
