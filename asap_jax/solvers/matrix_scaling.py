@@ -25,8 +25,8 @@ from asap_jax.solvers import log_domain
 from asap_jax.solvers.closures import AXIS, OTHER, Closures
 
 SMALL = 2**17
-"""Largest number of kernel entries of a problem that is computed as softmax attention. At 512 tokens
-XLA's single pass takes 8 or 18 ms, differently in every process, and what larger ones do takes 9."""
+"""Largest number of kernel entries of a problem that is computed as softmax attention. At 512
+tokens XLA's single pass takes 8 or 18 ms, differently in every process; the other way takes 9."""
 REACH = 32.0
 """Largest absolute exponent, start included, that is exponentiated without dividing peaks out."""
 FLOOR = 1e-14
