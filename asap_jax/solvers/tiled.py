@@ -30,10 +30,6 @@ BLOCK = 128
 """Query rows of a block. 64 to 256 are equally fast on CPUs."""
 PLAIN_FLOOR = 1e-20
 """Smallest trusted sum beside a kernel that is exponentiated as it is."""
-LARGEST_EXPONENT = 80.0
-"""Largest exponent of a sum in float32."""
-LARGE = 1e4
-"""Log row scalings of this size are rounded to 0.001, see ``_corrections``."""
 RANGE = 40.0
 """Largest trusted log column scaling beside a kernel that is exponentiated as it is: row sums then
 lie within float32, for up to a million keys."""
@@ -58,23 +54,21 @@ class Blocks(NamedTuple):
     plain: bool
 
     def sums(
-        self, function: Callable[..., tuple[Any, Any]], zero: Any = None, *by_row: jax.Array
+        self, function: Callable[[jax.Array], tuple[Any, Any]], zero: Any = None
     ) -> tuple[Any, Any]:
-        """Two trees of ``function(log kernel of a block, *by_row of the block)``.
+        """Two trees of ``function(log kernel of a block)``.
 
         The first is added up over the blocks, from ``zero``. The second is joined, from
-        ``(..., B, c)`` to ``(..., N, c)``. ``by_row`` are arrays ``(..., N, c)``.
+        ``(..., B, c)`` to ``(..., N, c)``.
         """
-        count, (blocks, *_, size, _) = self.problem.q.shape[-2], self.scanned[0].shape
-        cut = tuple(_cut(a, size, blocks * size - count) for a in by_row)
-        on_block = jax.checkpoint(lambda block, rows: function(self._kernel(*block), *rows))
+        on_block = jax.checkpoint(lambda block: function(self._kernel(*block)))
 
         def add(carry, block):
-            part, rows = on_block(*block)
+            part, rows = on_block(block)
             return jax.tree.map(jnp.add, carry, part), rows
 
-        total, rows = jax.lax.scan(add, zero, (self.scanned, cut))
-        return total, jax.tree.map(lambda a: _joined(a, count), rows)
+        total, rows = jax.lax.scan(add, zero, self.scanned)
+        return total, jax.tree.map(lambda a: _joined(a, self.problem.q.shape[-2]), rows)
 
     def masses(
         self, kernel: jax.Array, column: jax.Array
@@ -258,46 +252,9 @@ def _closed(
 
 def _column_closed(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
     """``exp(row + kernel + column) v``, where the columns have their sums."""
-    v = s.rows.problem.v
-    assert v is not None
-    if s.rows.plain:
-        out, lse = flash(s.rows, column, v)
-        return jnp.exp(row + lse)[..., None] * out
-    values = _corrections(s, row, column)[..., None] * v
-
-    def mix(kernel, row):
-        mass = _mass(kernel, row, column)
-        return None, ctransform.mixture(mass, values, s.rows.problem.precision)
-
-    return s.rows.sums(mix, None, row[..., None])[1]
-
-
-def _corrections(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
-    """Factors ``(..., M)`` that give columns their sums, whatever rounding has done to scalings.
-
-    Scores and scalings of 1e8 are rounded to 8, and blocks of keys round other than blocks of
-    queries. Weights may be as wrong as that, but no column may have a thousand times its sum. So
-    the sums are taken again where ``row`` is ``LARGE``, in the very terms of the output.
-    """
-
-    def sums(kernel, row):
-        return jnp.sum(_mass(kernel, row, column), -2), None
-
-    def correct():
-        total, _ = s.rows.sums(sums, jnp.zeros_like(column), row[..., None])
-        return jnp.where(total > 0, jnp.exp(s.log_target) / total, jnp.ones_like(total))
-
-    small = jnp.all(jnp.abs(jax.lax.stop_gradient(row)) <= LARGE)
-    small = matrix_scaling.shared_across_vmap(small)
-    return jax.lax.cond(small, lambda: jnp.ones_like(column), correct)
-
-
-def _mass(kernel: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
-    """``exp(kernel + row + column) (..., B, M)``, for ``row (..., B, 1)``.
-
-    The two large terms come first: their sum is small where weights are not.
-    """
-    return jnp.exp(jnp.minimum(kernel + row + column[..., None, :], LARGEST_EXPONENT))
+    assert s.rows.problem.v is not None
+    out, lse = flash(s.rows, column, s.rows.problem.v)
+    return jnp.exp(row + lse)[..., None] * out
 
 
 class Step(NamedTuple):
