@@ -18,12 +18,11 @@ jax.config.update("jax_num_cpu_devices", 2)
 # Most of the suite's time is compilation. The older of XLA's two code generators for CPUs takes
 # 40 % less of it, and one piece of code per program 6 % less again; JAX 0.11 and later have the
 # newer generator alone.
-FLAGS = os.environ.get("XLA_FLAGS", "")
 if jax.__version_info__ < (0, 11):
-    FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-
-# A device that waits 40 s for another aborts the process, and a busy machine can take that long.
-os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
 
 # XLA's optimisations cost more time here than they save. Bounds at the edge of float32 are for the
 # optimised programs that users run, and notebooks train for longer than they compile: these modules

@@ -121,8 +121,6 @@ class Calibration(abc.ABC):
             not take.
         """
         where = f"calibration batch {self.num_batches if index is None else index}"
-        check_batch(batch, where)
-        check_concrete(batch, where)
         options, recorded = self.options, self._copied_records(teacher, batch, where)
         for path, record in select(recorded, options.layers).items():
             if path not in self.fits:
@@ -144,7 +142,9 @@ class Calibration(abc.ABC):
         self.num_batches += 1
 
     def _copied_records(self, teacher: Any, batch: Any, where: str) -> Mapping[str, Record]:
-        """The records of a copy of the batch; TypeError if the model cannot take its lists."""
+        """The records of a copy of the batch; TypeError if the model cannot take it."""
+        check_batch(batch, where)
+        check_concrete(batch, where)
         try:
             return self.records(teacher, own(batch))
         except Exception as error:  # models raise different errors for other inputs than theirs
@@ -265,8 +265,6 @@ class Calibration(abc.ABC):
                 first = own(batch) if first is None else first
                 if is_reported(index, share):
                     where = f"calibration batch {index}"
-                    check_batch(batch, where)
-                    check_concrete(batch, where)
                     held_out.append(own(batch))
                     for path, record in self._copied_records(teacher, batch, where).items():
                         check_active(record, path, where)

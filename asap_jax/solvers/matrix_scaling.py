@@ -89,10 +89,15 @@ def is_small_softmax(p: Problem, closures: Closures) -> bool:
 
 def can_exponentiate(p: Problem, start: jax.Array, closures: Closures) -> jax.Array:
     """A scalar bool: whether the kernel with ``start`` can be exponentiated unchanged."""
+    return shared_across_vmap(largest_exponent(p, start, closures) <= REACH)
+
+
+def largest_exponent(p: Problem, start: jax.Array, closures: Closures) -> jax.Array:
+    """An upper bound ``()`` of all entries of the log kernel with the centred ``start``."""
     low, high = _range(start, p.active(closures.side))
     spread = jnp.max(jnp.where(low <= high, high - low, jnp.zeros_like(low)), initial=0)
     largest = largest_score(p.q, p.k, p.scale, p.bias) / closures.epsilon + spread / 2
-    return shared_across_vmap(jax.lax.stop_gradient(largest) <= REACH)
+    return jax.lax.stop_gradient(largest)
 
 
 def run(p: Problem, start: jax.Array, log_target: jax.Array, closures: Closures) -> Scaled:

@@ -4,8 +4,8 @@ A block, or tile, is some of one side's tokens with all tokens of the other side
 softmax attention with a bias on the keys, and gives the log-sum-exp of every row: a row closure. A
 column closure is the same with queries and keys exchanged. In a loop, a row closure and the next
 column closure take one sweep: with ``P`` the row-closed plan, the next column scaling is
-``v + log(target / sum_i P_ij)``. If a column sum is too small, or a scaling too large, to be
-trusted, the closures are repeated with ``flash`` alone.
+``v + log(target / sum_i P_ij)``. If a column sum is too small, or a scaling or score too large, to
+be trusted, the closures are repeated with ``flash`` alone.
 
 Only sums over blocks are carried from block to block. The work on a block is checkpointed without
 them, therefore reverse mode stores the inputs of the blocks and nothing else.
@@ -30,6 +30,10 @@ BLOCK = 128
 """Query rows of a block. 64 to 256 are equally fast on CPUs."""
 PLAIN_FLOOR = 1e-20
 """Smallest trusted sum beside a kernel that is exponentiated as it is."""
+LARGEST_EXPONENT = 80.0
+"""Largest exponent of a sum in float32."""
+LARGE = 1e4
+"""Largest exponent whose rounding in float32, 0.001, is left alone. See ``_column_corrected``."""
 RANGE = 40.0
 """Largest trusted log column scaling beside a kernel that is exponentiated as it is: row sums then
 lie within float32, for up to a million keys."""
@@ -54,21 +58,23 @@ class Blocks(NamedTuple):
     plain: bool
 
     def sums(
-        self, function: Callable[[jax.Array], tuple[Any, Any]], zero: Any = None
+        self, function: Callable[..., tuple[Any, Any]], zero: Any = None, *by_row: jax.Array
     ) -> tuple[Any, Any]:
-        """Two trees of ``function(log kernel of a block)``.
+        """Two trees of ``function(log kernel of a block, *by_row of the block)``.
 
         The first is added up over the blocks, from ``zero``. The second is joined, from
-        ``(..., B, c)`` to ``(..., N, c)``.
+        ``(..., B, c)`` to ``(..., N, c)``. ``by_row`` are arrays ``(..., N, c)``.
         """
-        on_block = jax.checkpoint(lambda block: function(self._kernel(*block)))
+        count, (blocks, *_, size, _) = self.problem.q.shape[-2], self.scanned[0].shape
+        cut = tuple(_cut(a, size, blocks * size - count) for a in by_row)
+        on_block = jax.checkpoint(lambda block, rows: function(self._kernel(*block), *rows))
 
         def add(carry, block):
-            part, rows = on_block(block)
+            part, rows = on_block(*block)
             return jax.tree.map(jnp.add, carry, part), rows
 
-        total, rows = jax.lax.scan(add, zero, self.scanned)
-        return total, jax.tree.map(lambda a: _joined(a, self.problem.q.shape[-2]), rows)
+        total, rows = jax.lax.scan(add, zero, (self.scanned, cut))
+        return total, jax.tree.map(lambda a: _joined(a, count), rows)
 
     def masses(
         self, kernel: jax.Array, column: jax.Array
@@ -154,18 +160,21 @@ def apply(
         return matrix_scaling.apply(p, start, log_target, closures)
     sides = lambda plain: Sides.of(p, log_target, closures.epsilon, plain=plain, block=block)
     centred = matrix_scaling.centred_range(start, p.active(closures.side))
+    largest = matrix_scaling.largest_exponent(p, start, closures)
     out, ok = jax.lax.cond(
-        matrix_scaling.can_exponentiate(p, start, closures),
-        lambda: _closed(sides(True), centred, closures, row_and_column),
-        lambda: _closed(sides(False), start, closures, row_and_column),
+        matrix_scaling.shared_across_vmap(largest <= matrix_scaling.REACH),
+        lambda: _closed(sides(True), centred, closures, row_and_column, _column_closed),
+        lambda: _closed(sides(False), start, closures, row_and_column, _column_closed),
     )
-    if closures.num_steps <= (2 if closures.side == "query" else 1):
-        return out  # no loop, so it can be trusted either way
+    if closures.num_steps == (2 if closures.side == "query" else 1):
+        return out  # it ends on rows and there is no loop, so it can be trusted either way
 
     @jax.checkpoint
     def robust():
-        return _closed(sides(False), start, closures, row_and_column_by_flash)[0]
+        steps = row_and_column_by_flash, _column_corrected
+        return _closed(sides(False), start, closures, *steps)[0]
 
+    ok &= largest <= LARGE
     return jax.lax.cond(matrix_scaling.shared_across_vmap(ok), lambda: out, robust)
 
 
@@ -219,19 +228,23 @@ def log_sum_exp(rows: Blocks, column: jax.Array) -> jax.Array:
 
 
 def _closed(
-    s: Sides, start: jax.Array, closures: Closures, step: Callable[[Sides, jax.Array], Step]
+    s: Sides,
+    start: jax.Array,
+    closures: Closures,
+    step: Callable[[Sides, jax.Array], Step],
+    end: Callable[[Sides, jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """``A v (..., N, d_v)`` after the closures, and ``()`` whether to trust it.
 
     ``start``: log scaling ``(..., N)`` or ``(..., M)`` of ``closures.side``; ``step``: a row and a
-    column closure.
+    column closure; ``end``: the output after a column closure.
     """
     column, num_steps = start, closures.num_steps
     if closures.side == "query":
         column = s.log_target - log_sum_exp(s.columns, start)
         num_steps -= 1
         if num_steps == 0:
-            return _column_closed(s, start, column), jnp.bool_(True)
+            return end(s, start, column), jnp.bool_(True)
 
     # Without it reverse mode would save the kernel's blocks, which are the same in every pass.
     once = jax.checkpoint(lambda column: step(s, column))
@@ -247,7 +260,7 @@ def _closed(
         assert s.rows.problem.v is not None
         return flash(s.rows, column, s.rows.problem.v)[0], ok
     last = step(s, column)
-    return _column_closed(s, last.row, last.column), ok & last.ok
+    return end(s, last.row, last.column), ok & last.ok
 
 
 def _column_closed(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
@@ -255,6 +268,33 @@ def _column_closed(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
     assert s.rows.problem.v is not None
     out, lse = flash(s.rows, column, s.rows.problem.v)
     return jnp.exp(row + lse)[..., None] * out
+
+
+def _column_corrected(s: Sides, row: jax.Array, column: jax.Array) -> jax.Array:
+    """As ``_column_closed``, with exact column sums whatever rounding has done to the scalings.
+
+    Scores and scalings of 1e8 are rounded to 8, and blocks of keys round other than blocks of
+    queries. Weights may be as wrong as that, but no column may have a thousand times its sum. So
+    the sums are taken again, in the very terms of the output.
+    """
+    values, precision = s.rows.problem.v, s.rows.problem.precision
+    assert values is not None
+
+    def mass(kernel, row):
+        # The two large terms come first: their sum is small where weights are not.
+        return jnp.exp(jnp.minimum(kernel + row + column[..., None, :], LARGEST_EXPONENT))
+
+    def sums(kernel, row):
+        return jnp.sum(mass(kernel, row), -2), None
+
+    total, _ = s.rows.sums(sums, jnp.zeros_like(column), row[..., None])
+    total = jnp.where(total > 0, total, jnp.exp(s.log_target))
+    values = (jnp.exp(s.log_target) / total)[..., None] * values
+
+    def mix(kernel, row):
+        return None, ctransform.mixture(mass(kernel, row), values, precision)
+
+    return s.rows.sums(mix, None, row[..., None])[1]
 
 
 class Step(NamedTuple):

@@ -80,6 +80,19 @@ def test_a_column_sum_that_would_be_clipped_is_not_trusted(rng):
     np.testing.assert_allclose(out.sum(1), 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("start", [0.0, 1e8])
+@pytest.mark.parametrize("num_steps", [1, 2, 5, 40])
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_tiles_of_huge_scores_give_the_last_side_its_sums(rng, side, num_steps, start):
+    """A float32 score of 1e8 is rounded to 8, and by the blocks of either side differently."""
+    q, k = (1e4 * problems.normal(rng, 1, 1, 200, 4) for _ in range(2))
+    p = problems.problem(q, k, v=jnp.eye(200)[None, None], scale=1.0)
+    start = jnp.asarray(start * rng.normal(size=(1, 1, 200)), jnp.float32)
+    weights = tiled.apply(p, start, jnp.zeros((1, 1, 1)), Closures(side, num_steps))
+    ends_on_rows = (side == "key") == (num_steps % 2 == 1)
+    np.testing.assert_allclose(weights.sum(-1 if ends_on_rows else -2), 1, rtol=1e-5)
+
+
 def test_memory_of_tiles_does_not_grow_with_the_square_of_the_length():
     def temporary(length, implementation):
         like = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
