@@ -42,6 +42,12 @@ def test_the_program_gives_what_the_model_gives_at_other_sizes(names):
     assert names["loaded"].keys() == names["compiled"].variables.keys()
 
 
+def test_the_program_of_an_nnx_model_gives_what_the_model_gives(names):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 64)), jnp.float32)
+    called = jax.jit(names["nnx_program"].call)(x)
+    np.testing.assert_allclose(called, names["nnx_compiled"](x), atol=1e-6)
+
+
 def test_a_process_without_flax_and_the_library_serves_the_program(names):
     (block,) = (block for block in BLOCKS if "deserialize" in block)
     code = SERVE.format(block=block)
