@@ -34,6 +34,23 @@ def operator(request):
     )
 
 
+@functools.cache
+def _graded(name, implementation):
+    """The jitted loss, output and gradients of an operator, under a mask."""
+
+    def loss(*arrays, mask):
+        out = OPERATORS[name].bind(implementation=implementation)(*arrays, mask=mask)
+        return jnp.sum(jnp.sin(out)), out
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+
+
+@pytest.fixture
+def graded(request):
+    """The jitted loss, output and gradients of ``operator`` under a mask: one for all tests."""
+    return _graded(*request.node.callspec.params["operator"])
+
+
 def every(cases):
     """Runs a test for these operators and implementations."""
     return pytest.mark.parametrize("operator", cases, indirect=True, ids=map(": ".join, cases))
@@ -223,29 +240,23 @@ def test_an_additive_mask_is_refused_or_makes_everything_nan(rng, operator):
 
 
 @every(CASES)
-def test_nothing_in_a_padded_slot_spreads_to_outputs_or_gradients(rng, operator):
-    chosen, bind, _ = operator
+def test_nothing_in_a_padded_slot_spreads_to_outputs_or_gradients(rng, operator, graded):
+    chosen, _, _ = operator
     arrays, mask = chosen.square(rng), tokens([LENGTH, 4])
     valid = np.asarray(mask)[:, 0].any(-1)[..., None, None]
     spoil = lambda fill: [np.where(valid, x, np.float32(fill)) for x in arrays]
-    evaluate = jax.jit(jax.value_and_grad(loss_of(bind()), (0, 1, 2)))
-    clean = evaluate(*spoil(0.0), mask=mask)
+    clean = graded(*spoil(0.0), mask=mask)
     chex.assert_tree_all_finite(clean)
     for fill in (jnp.nan, jnp.inf, -1e30):
-        chex.assert_trees_all_equal(evaluate(*spoil(fill), mask=mask), clean)
+        chex.assert_trees_all_equal(graded(*spoil(fill), mask=mask), clean)
     assert all((np.asarray(g)[1, 4:] == 0).all() for g in clean[1])
 
 
 @every(CASES)
-def test_an_example_without_tokens_gives_zeros_and_no_gradient(rng, operator):
-    chosen, bind, _ = operator
+def test_an_example_without_tokens_gives_zeros_and_no_gradient(rng, operator, graded):
+    chosen, _, _ = operator
     arrays, mask = chosen.square(rng), tokens([LENGTH, 0])
-
-    def loss(*arrays):
-        out = bind()(*arrays, mask=mask)
-        return jnp.sum(jnp.sin(out)), out
-
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+    (_, out), grads = graded(*arrays, mask=mask)
     chex.assert_tree_all_finite((out, grads))
     assert all((np.asarray(x)[1] == 0).all() for x in (out, *grads))
 
