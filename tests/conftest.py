@@ -101,6 +101,16 @@ def dtype(request):
 
 
 @pytest.fixture
+def unmeasured(monkeypatch):
+    """Leaves the report out of every compile, for tests of the states that a fit gives.
+
+    The programs that measure take longer to compile than those that fit.
+    """
+    measured = "asap_jax.compiler.calibration.Calibration._measured"
+    monkeypatch.setattr(measured, lambda *args: ({}, None))
+
+
+@pytest.fixture
 def rng():
     """A NumPy generator, seeded alike for every test."""
     return np.random.default_rng(0)

@@ -59,46 +59,47 @@ def layer_fidelity(
     def fidelity(record, predictor):
         spec = record.spec
         run = functools.partial(call, record)
-        reference = run(functions.sinkhorn_attention, spec=spec)
         p = problem(record)
         target = jnp.exp(p.log_key_target(spec.key_mass))
 
-        def measure(num_calls, out, weights):
+        def measure(num_calls, weights, out, reference):
             valid = p.validity or masks.Validity(None, None)
             tokens = None if valid.query is None else valid.query.any(-2)
             return dict(
                 calls=jnp.asarray(num_calls, weights.dtype),
-                rel_l2=metrics.attention_rel_l2(weights, reference[1]),
-                output_rel_l2=metrics.output_rel_l2(out, reference[0]),
-                output_rmse=metrics.output_rmse(out, reference[0], query_valid=tokens),
+                rel_l2=metrics.attention_rel_l2(weights, reference[0]),
+                output_rel_l2=metrics.output_rel_l2(out, reference[1]),
+                output_rmse=metrics.output_rmse(out, reference[1], query_valid=tokens),
                 row_error=metrics.row_error(weights, valid.query),
                 column_error=metrics.column_error(weights, valid.key, target),
             )
 
-        result = {}
+        result, reference = _sinkhorn(p, spec, budgets, measure)
         for name, closures in operators(state.closures, state.ending, predictor).items():
             calls = compiled_calls(predictor, spec, closures, state.ending)
             settings = dict(spec=spec, closures=closures, ending=state.ending, predictor=predictor)
-            result[name] = measure(calls, *run(functions.asap_attention, **settings))
+            out, weights = run(functions.asap_attention, **settings)
+            result[name] = measure(calls, weights, out, reference)
         continued = spec.ended(state.ending)
         if continued != spec:
             out, weights = run(functions.sinkhorn_attention, spec=continued)
             rows = row_mass.row_sums(p, spec)
             out = jnp.swapaxes(rows * jnp.swapaxes(out, -2, -3), -2, -3)
             calls = sinkhorn_calls(continued.num_steps)
-            result[CONTINUED] = measure(calls, out, rows * weights)
-        result |= _each_budget(p, spec, budgets, measure)
-        result["teacher"] = measure(sinkhorn_calls(spec.num_steps), *reference)
+            result[CONTINUED] = measure(calls, rows * weights, out, reference)
         result["fit"] = dict(r_squared=_r_squared(p, spec, state, predictor))
         return result
 
     return over_stack(fidelity, record, state.predictor)
 
 
-def _each_budget(p: Problem, spec: SinkhornSpec, budgets: tuple[int, ...], measure: Any) -> dict:
-    """``measure`` of Sinkhorn at each of the budgets, compiled once for all of them."""
-    if not budgets:
-        return {}
+def _sinkhorn(
+    p: Problem, spec: SinkhornSpec, budgets: tuple[int, ...], measure: Any
+) -> tuple[dict, tuple[jax.Array, jax.Array]]:
+    """``measure`` of the teacher and of Sinkhorn at each budget; the teacher's weights and output.
+
+    All run in the log domain, in one loop, so that they are compiled once.
+    """
     kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
     row = lambda v: log_domain.half_step(kernel, v, "key", log_target)
     column = lambda u: log_domain.half_step(kernel, u, "query", log_target)
@@ -109,20 +110,26 @@ def _each_budget(p: Problem, spec: SinkhornSpec, budgets: tuple[int, ...], measu
         one_side = (lambda u, v: (row(v), v)), (lambda u, v: (u, column(u)))
         return jax.lax.cond(step % 2 == 0, *one_side, *scalings)
 
-    def figures(budget):
-        steps, calls = budget
+    def attend(steps):
         zero = jnp.zeros_like(kernel[..., 0]), jnp.zeros_like(kernel[..., 0, :])
         scalings = jax.lax.fori_loop(0, steps - 1, half_step, zero)
         weights = jax.lax.cond(steps % 2 == 1, on_rows, on_columns, *scalings)
-        out = jnp.swapaxes(ctransform.mixture(weights, p.v), -2, -3)
-        return measure(calls, out.astype(p.dtype), weights.astype(p.dtype))
+        out = jnp.swapaxes(ctransform.mixture(weights, p.v, p.precision), -2, -3)
+        return weights, out
 
-    calls = [sinkhorn_calls(steps) for steps in budgets]
-    every = jax.lax.map(figures, (jnp.asarray(budgets), jnp.asarray(calls)))
-    return {
-        f"Sinkhorn S={steps}": jax.tree.map(lambda x, i=i: x[i], every)
-        for i, steps in enumerate(budgets)
-    }
+    def figures(reference, budget):
+        number, steps, calls = budget
+        own = attend(steps)
+        reference = jax.tree.map(lambda *x: jnp.where(number == 0, *x), own, reference)
+        return reference, measure(calls, *own, reference)
+
+    every = spec.num_steps, *budgets  # the teacher first, whom all are compared with
+    numbers = range(len(every)), every, map(sinkhorn_calls, every)
+    shapes = jax.eval_shape(attend, 1)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    reference, rows = jax.lax.scan(figures, nothing, tuple(jnp.asarray([*x]) for x in numbers))
+    names = "teacher", *(f"Sinkhorn S={steps}" for steps in budgets)
+    return {n: jax.tree.map(lambda x, i=i: x[i], rows) for i, n in enumerate(names)}, reference
 
 
 def sinkhorn_calls(num_steps: int) -> int:
@@ -190,7 +197,7 @@ def zero_rel_l2(
     assert p.v is not None
     if continued != spec:
         weights = row_mass.row_sums(p, spec) * weights
-    out = jnp.swapaxes(ctransform.mixture(weights, p.v), -2, -3)
+    out = jnp.swapaxes(ctransform.mixture(weights, p.v, p.precision), -2, -3)
     return _rel_l2(record, out, weights, of_outputs)
 
 

@@ -103,6 +103,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.usefixtures("unmeasured")
 def test_a_fresh_state_is_the_compile_of_its_batch(rng, settings):
     (batch,), (model, variables) = data(rng, 1), teacher()
     state = training(**settings).init(variables, batch)

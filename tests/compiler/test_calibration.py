@@ -61,6 +61,7 @@ def test_the_form_of_batches_does_not_change_the_fit(rng, form):
 
 
 @pytest.mark.parametrize("form", [lambda x: (x,), lambda x: {"inputs_q": x}], ids=["tuple", "dict"])
+@pytest.mark.usefixtures("unmeasured")
 def test_batches_of_an_nnx_model_may_be_tuples_or_dicts(rng, form):
     layer = nnx.MultiHeadAttention(
         HEADS, FEATURES, decode=False, attention_fn=aj.nnx.SinkhornAttention(SPEC),
@@ -72,6 +73,7 @@ def test_batches_of_an_nnx_model_may_be_tuples_or_dicts(rng, form):
     chex.assert_trees_all_equal(result.states, expected.states)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_masks_count_in_batches_in_apply_kwargs_and_in_forward(rng):
     """In a dict batch or as apply_kwargs; either way they count."""
     batches, mask = data(rng), problems.token_padding([LENGTH, 4, 5], LENGTH)
@@ -250,6 +252,7 @@ def test_an_empty_choice_of_layers_is_refused(rng):
         compile_model(data(rng), layers=[])
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_more_than_ten_layers_stay_in_order(rng):
     model, variables = teacher((SPEC,) * 11)
     paths = [f"SinkhornAttention_{i}" for i in range(11)]
@@ -312,6 +315,7 @@ def test_coefficients_are_the_ridge_fit_of_the_paper(rng, num_steps):
     assert result.report.layers[FIRST].fit["num_rows"] == rows
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_coefficients_of_a_float64_model_are_float64(rng, x64):
     model = Model((SPEC,), attention_settings=flax.core.FrozenDict(param_dtype=jnp.float64))
     variables = jax.tree.map(lambda p: p.astype(jnp.float64), variables_of(model, rng))
@@ -454,6 +458,7 @@ def test_padding_does_not_change_the_fit_or_the_report(rng):
             assert found.fit["num_rows"] == wanted.fit["num_rows"]
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_dropout_is_off_during_calibration(rng):
     batches = data(rng)
     dropping, (plain, variables) = Model(rate=0.5), teacher()
@@ -481,6 +486,7 @@ def test_a_seed_always_gives_the_same_fit(rng):
     assert jnp.abs(directions(first) - directions(other)).max() > 1e-2
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_adding_up_sums_of_parts_gives_the_fit_of_all_batches(rng):
     """Two batches, one of twice the size, and that one spread over two devices."""
     parts = data(rng, 2)
@@ -644,6 +650,7 @@ def test_the_report_prints_as_a_table(rng):
 
 
 @pytest.mark.parametrize("fit", [PAPER, "moments"], ids=["paper", "moments"])
+@pytest.mark.usefixtures("unmeasured")
 def test_compiled_variables_can_be_trained_further(rng, fit):
     model, variables = teacher()
     x = data(rng, 1)[0]

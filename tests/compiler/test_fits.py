@@ -52,6 +52,7 @@ def test_an_nnx_model_has_the_same_default(rng):
     assert [state.closures for state in result.states.values()] == [2]
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_the_papers_fit_gives_the_numbers_it_gave_when_it_was_the_default():
     """Numbers of the release before fits had a type."""
     batches = data(np.random.default_rng(5), 5)
@@ -158,6 +159,7 @@ def test_default_closures_are_limited_by_the_teacher_and_the_report_says_so(rng)
 
 
 @pytest.mark.parametrize("candidate", SMALL, ids=lambda candidate: candidate.name)
+@pytest.mark.usefixtures("unmeasured")
 def test_a_single_candidate_is_fitted_as_in_the_automatic_fit(rng, candidate):
     """On the same records, whether it holds them or adds up sums."""
     batches = data(rng, 4)

@@ -47,6 +47,7 @@ def single_layer(rng, num_steps):
     ids=["sums", "records", "paper"],
 )
 @pytest.mark.parametrize("closures", [1, 2])
+@pytest.mark.usefixtures("unmeasured")
 def test_the_fit_is_that_of_the_teacher_continued_by_a_row_step(rng, fit, closures):
     """One layer: its inputs do not depend on how many steps it takes."""
     batches = data(rng)
@@ -116,6 +117,7 @@ def test_calls_are_closures_and_one_more_after_a_column_step(rng, closures, endi
     assert report.layers[FIRST].rows[name]["calls"] == calls
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_row_masses_are_the_ridge_regression_of_the_teachers_log_row_sums(rng):
     batches, (model, variables) = data(rng), teacher()
     state = compile_fit(batches, WITH_MASS, holdout=0, ending="row").states[FIRST]

@@ -87,6 +87,7 @@ def test_settings_of_a_fit_that_contradict_each_other_are_refused(settings):
     {"rows": "all", "closures": 1}, {"ridge_scale": "diagonal", "ridge": 0.3},
     {"weighting": "gauss_newton", "closures": 1, "damping": 0.5},
 ], ids=str)  # fmt: skip
+@pytest.mark.usefixtures("unmeasured")
 def test_settings_of_a_fit_change_its_coefficients(rng, settings):
     batches = [{"x": x, "mask": np.arange(6).reshape(1, 1, 1, 6) < 4} for x in data(rng)]
     closures = settings.get("closures", 2)

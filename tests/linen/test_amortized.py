@@ -51,6 +51,7 @@ def test_compiled_layers_run_and_the_variables_are_unchanged(rng):
     chex.assert_trees_all_equal(*again)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_scanned_stack_has_the_state_of_its_unrolled_layers(rng):
     stack, variables, loop, unrolled = stacked(rng, "remat and scan")
     batches = data(rng, 2)

@@ -77,6 +77,7 @@ def test_a_scanned_block_with_a_sequential_compiles(rng):
     chex.assert_tree_all_finite(state)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_compiling_twice_with_a_jitted_forward_gives_the_same_states(rng):
     """The second time its trace comes from a cache."""
     batches = data(rng)
@@ -127,6 +128,7 @@ class Dropping(nnx.Module):
 
 
 @pytest.mark.parametrize("argument", [None, False], ids=["by default", "by argument"])
+@pytest.mark.usefixtures("unmeasured")
 def test_dropout_is_off_during_calibration(rng, argument):
     batches = data(rng)
     model = Dropping(deterministic=argument)

@@ -51,13 +51,13 @@ _FAMILIES = "Sinkhorn and softmax models of every seed; Diff and ESP of one seed
 TEXT = "text"
 
 TABLES: dict[str, Entry] = {
-    "operator_main": _frozen("operator_main", "frozen IMDb layers: time, error, accuracy", 40),
+    "operator_main": _frozen("operator_main", "frozen IMDb layers: time, error, accuracy", 55),
     "operator_marginal": _frozen(
-        "operator_marginal", "frozen IMDb layers: row and column errors", 30
+        "operator_marginal", "frozen IMDb layers: row and column errors", 50
     ),
-    "operator_ablation": _frozen("operator_ablation", "frozen IMDb layers: number of slices", 35),
+    "operator_ablation": _frozen("operator_ablation", "frozen IMDb layers: number of slices", 45),
     "amortization_design": _frozen(
-        "amortization_design", "frozen IMDb layers: calibration size, features, sharing", 40
+        "amortization_design", "frozen IMDb layers: calibration size, features, sharing", 55
     ),
     **{
         f"{TEXT}_{dataset}": Entry(
