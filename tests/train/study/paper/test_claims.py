@@ -71,6 +71,23 @@ def test_the_calibration_size_hardly_matters_below_a_tenth():
     assert verdicts(table(1.2, 1.0))[text].verdict == "not held"
 
 
+def test_shared_coefficients_of_a_single_layer_say_nothing():
+    def table(own, shared):
+        rows = [
+            row("ASAP-0, M=512", 1.0, num_fit=512),
+            row("ASAP, M=512", own, num_fit=512),
+            row("ASAP shared coefficients", shared, num_fit=512),
+        ]
+        return {"amortization_design": {"rows": rows}}
+
+    found = [
+        next(one for text, one in verdicts(table(*errors)).items() if "shared ones" in text)
+        for errors in ((0.1, 0.1), (0.1, 0.2), (0.2, 0.1))
+    ]
+    assert [one.verdict for one in found] == ["not measured", "held", "not held"]
+    assert "one layer" in found[0].figures
+
+
 def test_patches_and_lengths_are_compared_one_by_one():
     def patch(asap, budget):
         names = {"ASAP": asap, "Sinkhorn normalizer (S=3)": budget}
