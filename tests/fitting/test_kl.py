@@ -670,7 +670,6 @@ def in_memory(small):
     return {sharing: compiled(*small, coefficients=sharing) for sharing in ("pooled", "per_head")}
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_compiling_in_and_out_of_memory_give_the_same_coefficients(small, in_memory):
     memory, figures = in_memory["per_head"]
     stream, again = compiled(*small, coefficients="per_head", in_memory=False)

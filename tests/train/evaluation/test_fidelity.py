@@ -59,12 +59,14 @@ def table(shallow, split, demo_folder):
         return demo.run(0, demo_folder, small)
 
 
+@pytest.mark.slow
 def test_the_demo_writes_all_its_files(table, demo_folder):
     assert not (demo_folder / "checkpoints" / "999").exists()
     for name in ("fidelity.md", "fidelity.json", "plans.png", "compiled.npz", "metrics.jsonl"):
         assert (demo_folder / name).exists(), name
 
 
+@pytest.mark.slow
 def test_the_table_has_all_rows_and_columns(table):
     assert [row.name for row in table.rows] == ROWS
     assert [row.calls for row in table.rows] == [1, 3, 3, 5, 5, 2, 4, 2, 3, 4, 1, 2, 3, 7]
@@ -82,11 +84,13 @@ def test_the_table_has_all_rows_and_columns(table):
     ]
 
 
+@pytest.mark.slow
 def test_the_teacher_row_agrees_with_itself(table):
     row = table.row("teacher")
     assert (row.agreement, row.rel_l2, row.output_rmse, row.ratio) == (1.0, 0.0, 0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_each_row_balances_the_side_it_ends_on(table):
     for name, side in {
         "softmax swap": "row_error",
@@ -100,6 +104,7 @@ def test_each_row_balances_the_side_it_ends_on(table):
     assert table.row("softmax swap").column_error > 1e-3
 
 
+@pytest.mark.slow
 def test_more_sinkhorn_steps_of_one_parity_come_closer(table):
     errors = {name: table.row(name).rel_l2 for name in ROWS}
     assert errors["Sinkhorn S=4"] < errors["Sinkhorn S=2"]
@@ -137,6 +142,7 @@ def test_without_compiled_layers_the_asap_rows_are_left_out(trained, test_exampl
     assert [row.name for row in table.rows] == ["softmax swap", "Sinkhorn S=2", "teacher"]
 
 
+@pytest.mark.slow
 def test_the_table_is_written_with_its_facts(table, tmp_path):
     text, values = table.report().write(tmp_path, "fidelity")
     markdown = text.read_text()
@@ -167,6 +173,7 @@ def test_a_table_wider_than_the_console_loses_nothing():
     assert console.width == 40
 
 
+@pytest.mark.slow
 def test_the_table_prints_whole_in_100_columns(table):
     out = io.StringIO()
     table.report().print(rich.console.Console(file=out, width=100, soft_wrap=True))

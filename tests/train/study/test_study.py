@@ -39,6 +39,8 @@ NAMES = [
     "Large codebook, row mass, 1 closure, row ending",
     "Auto, 2 closures, row ending",
 ]
+# A tenth of the whole suite's time: it trains a teacher and fits eleven operators to it.
+pytestmark = pytest.mark.slow
 STEPS = 4
 CHEAP = (aj.Candidate("plain"), aj.Candidate("pooled", coefficients="pooled"))
 
