@@ -96,9 +96,10 @@ def layer_fidelity(
 def _sinkhorn(
     p: Problem, spec: SinkhornSpec, budgets: tuple[int, ...], measure: Any
 ) -> tuple[dict, tuple[jax.Array, jax.Array]]:
-    """``measure`` of the teacher and of Sinkhorn at each budget; the teacher's weights and output.
+    """``measure`` of the teacher and of Sinkhorn at each budget, by name, and the teacher itself.
 
-    All run in the log domain, in one loop, so that they are compiled once.
+    The teacher is its weights ``(..., H, N, M)`` and output ``(..., N, H, d_v)``, in float32 at
+    least. All run in the log domain, in one loop, so that they are compiled once.
     """
     kernel, log_target = p.log_kernel(spec.epsilon), p.log_key_target(spec.key_mass)
     row = lambda v: log_domain.half_step(kernel, v, "key", log_target)
@@ -123,11 +124,11 @@ def _sinkhorn(
         reference = jax.tree.map(lambda *x: jnp.where(number == 0, *x), own, reference)
         return reference, measure(calls, *own, reference)
 
-    every = spec.num_steps, *budgets  # the teacher first, whom all are compared with
-    numbers = range(len(every)), every, map(sinkhorn_calls, every)
-    shapes = jax.eval_shape(attend, 1)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    reference, rows = jax.lax.scan(figures, nothing, tuple(jnp.asarray([*x]) for x in numbers))
+    every = [spec.num_steps, *budgets]  # the teacher first, since all are compared with it
+    calls = [sinkhorn_calls(steps) for steps in every]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(attend, 1))
+    counts = jnp.arange(len(every)), jnp.asarray(every), jnp.asarray(calls)
+    reference, rows = jax.lax.scan(figures, zeros, counts)
     names = "teacher", *(f"Sinkhorn S={steps}" for steps in budgets)
     return {n: jax.tree.map(lambda x, i=i: x[i], rows) for i, n in enumerate(names)}, reference
 

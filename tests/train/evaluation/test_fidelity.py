@@ -49,7 +49,7 @@ def demo_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(shallow, split, demo_folder):
-    """The table of the demo, on fewer images."""
+    """The table of the demo, on fewer images; a minute, so what needs it is a slow test."""
     small = dataclasses.replace(shallow, epochs=1, batch_size=100, drops=())
     few = dataclasses.replace(
         split, train=split.train.take(slice(300)), test=split.test.take(slice(40))

@@ -39,8 +39,6 @@ NAMES = [
     "Large codebook, row mass, 1 closure, row ending",
     "Auto, 2 closures, row ending",
 ]
-# A tenth of the whole suite's time: it trains a teacher and fits eleven operators to it.
-pytestmark = pytest.mark.slow
 STEPS = 4
 CHEAP = (aj.Candidate("plain"), aj.Candidate("pooled", coefficients="pooled"))
 
@@ -56,7 +54,10 @@ def run(minute, examples, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(run, tmp_path_factory):
-    """The study of that teacher, as the command line makes it: the study and its folder."""
+    """The study of that teacher, as the command line makes it: the study and its folder.
+
+    Eleven operators are fitted to it, for a minute, so what needs it is a slow test.
+    """
     out, found = tmp_path_factory.mktemp("study"), []
     make = fidelity_study.run
     with pytest.MonkeyPatch.context() as patch:
@@ -100,6 +101,7 @@ def sinkhorn(scores, steps):
     return plan
 
 
+@pytest.mark.slow
 def test_all_operators_are_there_with_their_closures_and_endings(done):
     (group,) = done[0].groups
     assert group.label == "demo (small), S=4, learning rate 0.001"
@@ -122,6 +124,7 @@ def test_all_operators_are_there_with_their_closures_and_endings(done):
     ]
 
 
+@pytest.mark.slow
 def test_attention_columns_are_mean_and_median_over_cases(values, cases):
     for name, steps in (("softmax swap", 1), ("Sinkhorn S=2", 2), ("Sinkhorn S=3", 3)):
         errors, divergences = [], []
@@ -136,6 +139,7 @@ def test_attention_columns_are_mean_and_median_over_cases(values, cases):
         np.testing.assert_allclose(values[name]["plan_kl"], np.mean(divergences), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_score_spread_is_the_standard_deviation_of_active_scores(done, cases):
     (group,) = done[0].groups
     expected = np.mean([np.std(s, axis=(0, 2, 3)) for s in cases])
@@ -151,6 +155,7 @@ def test_score_spread_is_the_standard_deviation_of_active_scores(done, cases):
     np.testing.assert_allclose(float(found), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_closer_to_the_teacher_than_baselines(values):
     rel_l2 = {name: values[name]["rel_l2"] for name in NAMES}
     for kind in ("Moments", "Auto"):
@@ -158,6 +163,7 @@ def test_compiled_layers_are_closer_to_the_teacher_than_baselines(values):
     assert rel_l2["ASAP"] < rel_l2["ASAP-0"] < rel_l2["softmax swap"]
 
 
+@pytest.mark.slow
 def test_the_automatic_fit_says_what_it_chose(done):
     (group,) = done[0].groups
     rows = {row.name: row for row in group.teachers[0].rows}
@@ -168,6 +174,7 @@ def test_the_automatic_fit_says_what_it_chose(done):
     assert group.facts["Auto, 2 closures: chosen"] == f"{chosen!r} in 1 of 1 layers"
 
 
+@pytest.mark.slow
 def test_only_predictions_cost_extra(values):
     n, d = 17, 8
     assert all(values[name]["extra_cost"] == 0 for name in NAMES[:3])
@@ -245,6 +252,7 @@ def test_logit_kl_is_the_mean_divergence_of_the_answers():
     assert np.isfinite(fidelity.logit_kl(1e3 * ours, 1e3 * theirs))
 
 
+@pytest.mark.slow
 def test_predictions_are_compared_with_the_teachers(done, run, values):
     (group,) = done[0].groups
     trained = load_teacher(run)
@@ -291,6 +299,7 @@ def test_a_group_has_median_and_range_over_seeds(seeds):
             assert (spread.low, spread.high) == (min(every), max(every))
 
 
+@pytest.mark.slow
 def test_the_tables_print_whole_and_hold_what_is_stored(done, seeds, tmp_path):
     (group,) = done[0].groups
     three = dataclasses.replace(group, lines=results.lines_of(seeds), teachers=tuple(seeds))
@@ -318,6 +327,7 @@ def test_the_tables_print_whole_and_hold_what_is_stored(done, seeds, tmp_path):
     assert [one["seed"] for one in found["teachers"]] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_infinities_are_stored_in_json_as_text(done, tmp_path):
     (group,) = done[0].groups
     row = dataclasses.replace(group.teachers[0], score_std=float("inf"))
@@ -326,6 +336,7 @@ def test_infinities_are_stored_in_json_as_text(done, tmp_path):
     assert json.loads(path.read_text())["groups"][0]["teachers"][0]["score_std"] == "inf"
 
 
+@pytest.mark.slow
 def test_facts_say_what_the_figures_were_measured_on(done):
     found, out = done
     (group,) = found.groups
@@ -339,6 +350,7 @@ def test_facts_say_what_the_figures_were_measured_on(done):
     assert json.loads((out / "study.json").read_text())["facts"] == found.facts
 
 
+@pytest.mark.slow
 def test_the_plot_has_one_panel_per_group_with_medians_and_ranges(done, seeds):
     (group,) = done[0].groups
     three = dataclasses.replace(group, lines=results.lines_of(seeds))
@@ -357,6 +369,7 @@ def test_the_plot_has_one_panel_per_group_with_medians_and_ranges(done, seeds):
         np.testing.assert_allclose(ends, [(spread.low, spread.high) for spread in ranges])
 
 
+@pytest.mark.slow
 def test_the_three_files_are_written(done):
     assert {path.name for path in done[1].iterdir()} == {"study.md", "study.json", "study.png"}
     assert (done[1] / "study.png").read_bytes().startswith(b"\x89PNG")
@@ -388,6 +401,7 @@ def test_the_same_teacher_twice_is_refused(tiny):
         groups.groups_of([("a", untrained(tiny)), ("b", untrained(tiny))])
 
 
+@pytest.mark.slow
 def test_unusable_runs_are_errors_that_say_what_to_do(minute, run, tmp_path, capsys, monkeypatch):
     assert parser.main(["study", "fidelity"]) == 1
     assert "there is no run folder: train teachers with" in capsys.readouterr().err
@@ -429,6 +443,7 @@ def test_an_entry_has_its_closures_and_their_last_side(steps, side, closures, ex
     assert (entry.closures, entry.ends) == expected
 
 
+@pytest.mark.slow
 def test_figures_are_stored_in_the_run_folder_and_read_again_for_the_same_settings(
     done, run, tmp_path, monkeypatch
 ):
