@@ -152,6 +152,10 @@ class Calibration(abc.ABC):
             nested = any(isinstance(x, (list, tuple)) for x in (*args, *kwargs.values()))
             expected = isinstance(error, (AttributeError, TypeError)) and nested
             if not (isinstance(batch, list) or expected):
+                error.add_note(
+                    f"The model was called with {where}, {describe_batch(batch)}. A tuple holds its "
+                    f"positional arguments and a dict its keyword arguments; leave labels out."
+                )
                 raise
             raise TypeError(
                 f"the model does not take {where}, {describe_batch(batch)} ({error}). A list or "

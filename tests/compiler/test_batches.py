@@ -119,6 +119,15 @@ def test_errors_of_a_model_on_other_batches_are_left_alone(variables):
         aj.linen.compile(linen_layer(), variables, [np.ones(SHAPE)], forward=forward)
 
 
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_an_error_of_the_model_is_shown_with_the_batch(variables, kind):
+    """The likeliest mistake: labels, which the model does not take."""
+    x, labels = np.ones(SHAPE, np.float32), np.ones(2, np.int32)
+    compile_ = compile_both(variables)[kind]
+    with pytest.raises(Exception, match=r"calibration batch 0, a tuple of 5.*leave labels out"):
+        compile_([(x, x, x, None, labels)])
+
+
 def test_batches_are_described_by_their_parts():
     x = np.ones((2, 3), np.float32)
     assert batches_.describe_batch({"a": (x, 1.5)}) == (
