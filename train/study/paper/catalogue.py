@@ -57,7 +57,7 @@ TABLES: dict[str, Entry] = {
     ),
     "operator_ablation": _frozen("operator_ablation", "frozen IMDb layers: number of slices", 45),
     "amortization_design": _frozen(
-        "amortization_design", "frozen IMDb layers: calibration size, features, sharing", 55
+        "amortization_design", "frozen IMDb layers: calibration size, features, sharing", 46
     ),
     **{
         f"{TEXT}_{dataset}": Entry(
@@ -95,14 +95,14 @@ TABLES: dict[str, Entry] = {
     "catsdogs_resources": Entry(
         "time and memory of the whole Cats and Dogs ViT, train step and forward",
         "nothing",
-        15,
+        9,
         functools.partial(whole_model.run, whole_model.CATS),
     ),
     "runtime_speedup": Entry(
-        "forward time of one layer at growing lengths", "nothing", 15, layers.runtime
+        "forward time of one layer at growing lengths", "nothing", 8, layers.runtime
     ),
     "flashsinkhorn_control": Entry(
-        "unit-norm inputs: dense loop, tiles and compiled layers", "nothing", 4, layers.flash
+        "unit-norm inputs: dense loop, tiles and compiled layers", "nothing", 2, layers.flash
     ),
     "esp_training_sequence": Entry(
         "train step of ESP and Sinkhorn attention at growing lengths", "nothing", 8, esp.sequence
