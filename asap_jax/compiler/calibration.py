@@ -153,8 +153,8 @@ class Calibration(abc.ABC):
             expected = isinstance(error, (AttributeError, TypeError)) and nested
             if not (isinstance(batch, list) or expected):
                 error.add_note(
-                    f"The model was called with {where}, {describe_batch(batch)}. A tuple holds its "
-                    f"positional arguments and a dict its keyword arguments; leave labels out."
+                    f"The model was called with {where}, {describe_batch(batch)}. A tuple holds "
+                    "its positional arguments and a dict its keyword arguments; leave labels out."
                 )
                 raise
             raise TypeError(
