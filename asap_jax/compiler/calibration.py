@@ -145,6 +145,7 @@ class Calibration(abc.ABC):
         """The records of a copy of the batch; TypeError if the model cannot take it."""
         check_batch(batch, where)
         check_concrete(batch, where)
+        check_concrete(teacher, "the model")
         try:
             return self.records(teacher, own(batch))
         except Exception as error:  # models raise different errors for other inputs than theirs
@@ -152,10 +153,12 @@ class Calibration(abc.ABC):
             nested = any(isinstance(x, (list, tuple)) for x in (*args, *kwargs.values()))
             expected = isinstance(error, (AttributeError, TypeError)) and nested
             if not (isinstance(batch, list) or expected):
-                error.add_note(
-                    f"The model was called with {where}, {describe_batch(batch)}. A tuple holds "
-                    "its positional arguments and a dict its keyword arguments; leave labels out."
-                )
+                if isinstance(batch, (tuple, Mapping)):
+                    error.add_note(
+                        f"The model was called with {where}, {describe_batch(batch)}. A tuple "
+                        "holds its positional arguments and a dict its keyword arguments; leave "
+                        "labels out."
+                    )
                 raise
             raise TypeError(
                 f"the model does not take {where}, {describe_batch(batch)} ({error}). A list or "

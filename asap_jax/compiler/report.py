@@ -204,4 +204,8 @@ class CompileReport:
         behind = [r.path for r in self.layers.values() if r.verdicts and not r.verdicts[-1].closer]
         if behind:
             lines.append(f"WARNING: no closer than Sinkhorn with as few calls: {', '.join(behind)}")
+        errors = {r.path: r.verdicts[-1].error for r in self.layers.values() if r.verdicts}
+        far = [f"{path} ({e:.2g})" for path, e in errors.items() if not e <= verdict.FAR]
+        if far:
+            lines.append(f"WARNING: error above {verdict.FAR:g}: {', '.join(far)}")
         return "\n".join([*lines, *map(str, self.layers.values())])

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 ROWS_PER_COEFFICIENT = 20
 """With fewer regression rows for each coefficient, more calibration data usually help."""
+FAR = 0.2
+"""A layer with a larger rel-l2 error is named at the head of the report."""
 Rows = Mapping[str, Mapping[str, float]]
 
 

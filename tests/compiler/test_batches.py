@@ -128,6 +128,15 @@ def test_an_error_of_the_model_is_shown_with_the_batch(variables, kind):
         compile_([(x, x, x, None, labels)])
 
 
+def test_a_traced_model_is_refused(variables):
+    batches = [np.ones(SHAPE, np.float32)]
+    linen = jax.jit(lambda v: aj.linen.compile(linen_layer(), v, batches).variables)
+    with pytest.raises(TypeError, match="the model is traced: .* outside jax.jit"):
+        linen(variables)
+    with pytest.raises(TypeError, match="the model is traced: .* outside jax.jit"):
+        nnx.jit(lambda model: aj.nnx.compile(model, batches).model)(nnx_layer())
+
+
 def test_batches_are_described_by_their_parts():
     x = np.ones((2, 3), np.float32)
     assert batches_.describe_batch({"a": (x, 1.5)}) == (
