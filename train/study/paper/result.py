@@ -1,13 +1,14 @@
 """The result of one table, and how it is printed and written."""
 
 import dataclasses
+import json
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from train.reporting.figure import save
-from train.reporting.table import Report, Table
+from train.reporting.table import Report, Table, plain
 from train.runtime import machine
 from train.study.paper import published
 
@@ -54,11 +55,31 @@ class Result:
     def write(
         self, out: pathlib.Path, preset: str, seeds: Sequence[int]
     ) -> tuple[pathlib.Path, ...]:
-        """Writes ``NAME.md`` and ``NAME.json``, and ``NAME.png`` if there is a picture."""
-        written = self.report(preset, seeds).write(out, self.name)
+        """Writes ``NAME.md`` and ``NAME.json``, and ``NAME.png`` if there is a picture.
+
+        Figures that are in ``NAME.json`` already keep its date, machine and command.
+        """
+        report = self.report(preset, seeds)
+        facts = _measured(report, out / f"{self.name}.json")
+        written = dataclasses.replace(report, facts=facts).write(out, self.name)
         if self.figure is None:
             return written
         return (*written, save(self.figure(), out / f"{self.name}.png"))
+
+
+def _measured(report: Report, path: pathlib.Path) -> Mapping[str, str]:
+    """The facts of the file ``path`` if it has the figures of ``report``, else those of ``report``.
+
+    A table that is made again from stored figures was not measured today.
+    """
+    if not path.exists():
+        return report.facts
+    stored = json.loads(path.read_text())
+    facts, today = stored.pop("facts"), {"date", *machine.facts()}
+    others = lambda facts: {name: fact for name, fact in facts.items() if name not in today}
+    figures = json.loads(json.dumps(plain({"title": report.title, **report.values})))
+    same = stored == figures and others(facts) == others(report.facts)
+    return facts if same else report.facts
 
 
 def beside(label: str, row: str, columns: Sequence[str]) -> list[str]:

@@ -65,6 +65,22 @@ def _broken(models, report):
     raise ZeroDivisionError("a fault")
 
 
+def test_equal_figures_keep_the_date_and_the_command_of_their_measurement(tmp_path, monkeypatch):
+    rows = [["1"]]
+    make = lambda value: Result("t", "tab:x", "T", [Table(["a"], rows)], {}, {"rows": [value]})
+    facts = lambda: json.loads((tmp_path / "t.json").read_text())["facts"]
+    monkeypatch.setattr("sys.argv", ["train", "table", "t"])
+    make(0.1).write(tmp_path, "small", (0,))
+    first = facts()
+    monkeypatch.setattr("time.strftime", lambda *args: "2000-01-01")
+    monkeypatch.setattr("sys.argv", ["train", "all"])
+    make(0.1).write(tmp_path, "small", (0,))
+    assert facts() == first
+    assert f"date: {first['date']}\n" in (tmp_path / "t.md").read_text()
+    make(0.2).write(tmp_path, "small", (0,))
+    assert (facts()["date"], facts()["command"]) == ("2000-01-01", "python -m train all")
+
+
 @pytest.fixture
 def tables(monkeypatch):
     """Three tables in the place of all."""
