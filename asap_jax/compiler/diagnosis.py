@@ -18,6 +18,7 @@ import numpy as np
 
 from asap_jax import checks, metrics
 from asap_jax.attention import functions
+from asap_jax.compiler import verdict
 from asap_jax.compiler.batches import check_batch
 from asap_jax.fitting import fidelity
 from asap_jax.predictor import DualPair, Predictor, statistics
@@ -117,6 +118,8 @@ class LayerDiagnosis:
         zero, own = self.zero_rel_l2, self.rel_l2
         if zero is not None and own is not None and not float(own) <= float(zero):
             return "RECALIBRATE: the same closures without a prediction are closer to the teacher"
+        if self.output_rel_l2 is not None and float(self.output_rel_l2) > verdict.FAR:
+            return f"FAR from its teacher: output rel-l2 above {verdict.FAR:g}; see the report"
         return "ok"
 
 
@@ -157,7 +160,7 @@ class Diagnosis:
             cells = " ".join(f"{float(getattr(layer, k)):>{len(t)}.3g}" for k, t in shown.items())
             lines.append(f"{name:<{width}} {cells}")
         verdicts = {name: layer.verdict() for name, layer in layers}
-        bad = [f"  {name}: {verdict}" for name, verdict in verdicts.items() if verdict != "ok"]
+        bad = [f"  {name}: {said}" for name, said in verdicts.items() if said != "ok"]
         summary = f"{len(bad)} of {len(layers)} layer(s) need a look" if bad else "ok"
         for paths, what in (
             (self.not_run, "compiled, but no layer used the state on this batch"),

@@ -69,6 +69,18 @@ def test_larger_inputs_are_out_of_the_calibration(compiled, found):
     assert "RECALIBRATE" in str(shown)
 
 
+def test_a_layer_far_from_its_teacher_is_not_ok(compiled, found):
+    _, _, (x, _) = compiled
+    shown = found(x)
+    far = {
+        name: dataclasses.replace(layer, output_rel_l2=layer.output_rel_l2.at[0].set(0.3))
+        for name, layer in shown.layers.items()
+    }
+    text = str(dataclasses.replace(shown, layers=far))
+    assert "FAR from its teacher: output rel-l2 above 0.2" in text
+    assert "verdict: 1 of " in text
+
+
 def test_values_that_are_not_finite_are_named(compiled, found):
     _, _, (x, mask) = compiled
     shown = found(x.at[0, 0, 0].set(jnp.nan))
