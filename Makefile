@@ -2,7 +2,7 @@
 #
 #   make demo   train a small Sinkhorn teacher on the packaged images, compile it, print the table
 #   make test   run the tests in two processes (PYTEST_ARGS="-k masks" for other options)
-#   make slow   run the tests that `make test` leaves out: notebooks, studies, the demo (6 minutes)
+#   make slow   run the tests that `make test` leaves out: notebooks, studies, the demo (4 minutes)
 #   make bench  measure speed and memory and write the tables in docs/results/bench (32 minutes)
 #   make gpu    check and measure on an accelerator, with the Python that has JAX (12 minutes)
 #   make quick  run the tests of the library's core, a few minutes, for daily work
