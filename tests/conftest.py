@@ -28,8 +28,8 @@ else:
     # core. Newer versions run more of a program at once, and on two cores all threads came to wait.
     os.environ.setdefault("NPROC", "8")
 
-# A lowered program says for every operation which lines of Python it came from. Without that, a
-# module whose programs are compiled already takes an eighth less time.
+# A lowered program says for every operation which lines of Python it came from. No test reads
+# that, and lowering without it takes less time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # XLA's optimisations cost more time here than they save. Bounds at the edge of float32 are for the

@@ -119,7 +119,8 @@ class LayerDiagnosis:
         if zero is not None and own is not None and not float(own) <= float(zero):
             return "RECALIBRATE: the same closures without a prediction are closer to the teacher"
         if self.output_rel_l2 is not None and float(self.output_rel_l2) > verdict.FAR:
-            return f"FAR from its teacher: output rel-l2 above {verdict.FAR:g}; see the report"
+            error = float(self.output_rel_l2)
+            return f"FAR from its teacher: output rel-l2 {error:.2g}, limit {verdict.FAR:g}"
         return "ok"
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 ROWS_PER_COEFFICIENT = 20
 """With fewer regression rows for each coefficient, more calibration data usually help."""
 FAR = 0.2
-"""A layer with a larger rel-l2 error is named at the head of the report."""
+"""A layer with a larger rel-l2 is named at the head of the report and by ``diagnose``."""
 Rows = Mapping[str, Mapping[str, float]]
 
 

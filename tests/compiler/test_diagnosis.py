@@ -77,7 +77,7 @@ def test_a_layer_far_from_its_teacher_is_not_ok(compiled, found):
         for name, layer in shown.layers.items()
     }
     text = str(dataclasses.replace(shown, layers=far))
-    assert "FAR from its teacher: output rel-l2 above 0.2" in text
+    assert "FAR from its teacher: output rel-l2 0.3, limit 0.2" in text
     assert "verdict: 1 of " in text
 
 

@@ -84,15 +84,15 @@ def test_the_head_of_a_report_names_the_worst_layer_and_layers_that_lose():
     assert "0.7 at the worst example" in text
 
 
-# ----------------------------------------------------------------------------- outputs of the model
-
-
 @pytest.mark.parametrize("error", [0.3, math.nan])
 def test_the_head_of_a_report_names_layers_that_are_far_from_the_teacher(error):
     layers = {"a": layer(rows(error, 0.9, 0.8), "a"), "b": layer(rows(0.1, 0.9, 0.8), "b")}
     text = str(CompileReport(layers, True, 4, 1, 1.0))
     assert f"WARNING: error above 0.2: a ({error:.2g})\n" in text
     assert "error above" not in str(CompileReport({"b": layers["b"]}, True, 4, 1, 1.0))
+
+
+# ----------------------------------------------------------------------------- outputs of the model
 
 
 def test_outputs_are_compared_example_by_example(rng):

@@ -34,7 +34,7 @@ def run_table(name: str, models: Models, out: pathlib.Path) -> Result:
         result = TABLES[name].make(models, report)
     except (KeyboardInterrupt, Stopped):
         raise Stopped(f"stopped in table {name}") from None
-    result.report(models.preset.name, models.seeds).print(screen)
+    result.report(out, models.preset.name, models.seeds).print(screen)
     for path in result.write(out, models.preset.name, models.seeds):
         screen.print(f"wrote {path}", markup=False)
     return result

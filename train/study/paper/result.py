@@ -37,8 +37,11 @@ class Result:
     missing: Sequence[str] = ()
     figure: Callable[[], Any] | None = None
 
-    def report(self, preset: str, seeds: Sequence[int]) -> Report:
-        """The report, with the command, the preset, the seeds, the date and the machine."""
+    def report(self, out: pathlib.Path, preset: str, seeds: Sequence[int]) -> Report:
+        """The report, with the command, the preset, the seeds, the date and the machine.
+
+        Figures that are in ``NAME.json`` of ``out`` already keep its date, machine and command.
+        """
         facts = {
             "paper": f"{self.label}; columns that begin with paper are its own figures",
             "preset": preset,
@@ -50,18 +53,14 @@ class Result:
         }
         values = {"table": self.name, "label": self.label, "missing": list(self.missing)}
         values |= {"preset": preset, "seeds": list(seeds), **self.values}
-        return Report(self.title, self.tables, facts, values)
+        report = Report(self.title, self.tables, facts, values)
+        return dataclasses.replace(report, facts=_measured(report, out / f"{self.name}.json"))
 
     def write(
         self, out: pathlib.Path, preset: str, seeds: Sequence[int]
     ) -> tuple[pathlib.Path, ...]:
-        """Writes ``NAME.md`` and ``NAME.json``, and ``NAME.png`` if there is a picture.
-
-        Figures that are in ``NAME.json`` already keep its date, machine and command.
-        """
-        report = self.report(preset, seeds)
-        facts = _measured(report, out / f"{self.name}.json")
-        written = dataclasses.replace(report, facts=facts).write(out, self.name)
+        """Writes ``NAME.md`` and ``NAME.json``, and ``NAME.png`` if there is a picture."""
+        written = self.report(out, preset, seeds).write(out, self.name)
         if self.figure is None:
             return written
         return (*written, save(self.figure(), out / f"{self.name}.png"))
@@ -72,10 +71,11 @@ def _measured(report: Report, path: pathlib.Path) -> Mapping[str, str]:
 
     A table that is made again from stored figures was not measured today.
     """
-    if not path.exists():
+    try:
+        stored = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # no such table yet, or a damaged file
         return report.facts
-    stored = json.loads(path.read_text())
-    facts, today = stored.pop("facts"), {"date", *machine.facts()}
+    facts, today = stored.pop("facts", {}), {"date", *machine.facts()}
     others = lambda facts: {name: fact for name, fact in facts.items() if name not in today}
     figures = json.loads(json.dumps(plain({"title": report.title, **report.values})))
     same = stored == figures and others(facts) == others(report.facts)

@@ -77,8 +77,12 @@ def test_equal_figures_keep_the_date_and_the_command_of_their_measurement(tmp_pa
     make(0.1).write(tmp_path, "small", (0,))
     assert facts() == first
     assert f"date: {first['date']}\n" in (tmp_path / "t.md").read_text()
+    today = ("2000-01-01", "python -m train all")
     make(0.2).write(tmp_path, "small", (0,))
-    assert (facts()["date"], facts()["command"]) == ("2000-01-01", "python -m train all")
+    assert (facts()["date"], facts()["command"]) == today
+    (tmp_path / "t.json").write_text("damaged")
+    make(0.1).write(tmp_path, "small", (0,))
+    assert (facts()["date"], facts()["command"]) == today
 
 
 @pytest.fixture
