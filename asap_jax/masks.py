@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asap_jax import checks
+from asap_jax import checks, devices
 
 MASKED_BIAS = -1e8
 SOFT_MASK = -1e3
@@ -142,15 +142,24 @@ def combine(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     return a & b
 
 
-def closure_validity(mask: jax.Array | None, shape: tuple) -> Validity | None:
+def closure_validity(
+    mask: jax.Array | None, shape: tuple, axis_name: str | None = None
+) -> Validity | None:
     """The tokens in the marginals: queries with an allowed key, keys with an allowed query.
 
-    ``shape`` is that of the scores ``(..., N, M)``; None means every token.
+    ``shape`` is that of the scores ``(..., N, M)``; None means every token. With an ``axis_name``
+    (see ``devices``) each device has some of the queries and of the keys, and the mask leaves out
+    whole tokens.
     """
     if mask is None:
         return None
-    query = jnp.broadcast_to(mask.any(-1), shape[:-1])
-    key = jnp.broadcast_to(mask.any(-2), (*shape[:-2], shape[-1]))
+
+    def some(axis):
+        local = mask.any(axis)
+        return local if mask.shape[axis] == 1 else devices.anywhere(local, axis_name)
+
+    query = jnp.broadcast_to(some(-1), shape[:-1])
+    key = jnp.broadcast_to(some(-2), (*shape[:-2], shape[-1]))
     return Validity(query, key)
 
 
@@ -159,15 +168,17 @@ def leaves_out_tokens(mask: jax.Array | None) -> bool:
     return mask is None or 1 in mask.shape[-2:]
 
 
-def joint_validity(a: jax.Array | None, b: jax.Array | None, shape: tuple) -> Validity | None:
+def joint_validity(
+    a: jax.Array | None, b: jax.Array | None, shape: tuple, axis_name: str | None = None
+) -> Validity | None:
     """``closure_validity`` of two masks together.
 
     A mask of queries and one of keys are not combined for it, so no array of N x M comes of them.
     """
     sides = [x.shape[-2:].index(1) for x in (a, b) if x is not None and 1 in x.shape[-2:]]
     if a is None or b is None or len(set(sides)) < 2:
-        return closure_validity(combine(a, b), shape)
-    first, second = closure_validity(a, shape), closure_validity(b, shape)
+        return closure_validity(combine(a, b), shape, axis_name)
+    first, second = (closure_validity(x, shape, axis_name) for x in (a, b))
     assert first is not None
     assert second is not None
     return Validity(first.query & second.query, first.key & second.key)
@@ -186,7 +197,13 @@ def zero_masked(bias: jax.Array, mask: jax.Array | None) -> jax.Array:
     return jnp.where(mask, bias, jnp.zeros_like(bias))
 
 
-def log_key_target(key_mass: str, validity: Validity | None, shape: tuple, dtype: Any) -> jax.Array:
+def log_key_target(
+    key_mass: str,
+    validity: Validity | None,
+    shape: tuple,
+    dtype: Any,
+    axis_name: str | None = None,
+) -> jax.Array:
     """Log of the column target, attention scale: ``()``, or ``(..., 1)`` under a mask.
 
     ``"balanced"``: active queries / active keys; ``"unit"``: 1. ``shape`` is that of the scores.
@@ -195,7 +212,8 @@ def log_key_target(key_mass: str, validity: Validity | None, shape: tuple, dtype
         return jnp.zeros((), dtype)
     if validity is None:
         return jnp.log(jnp.asarray(shape[-2] / shape[-1], dtype))
-    count = lambda valid: jnp.maximum(valid.sum(-1, keepdims=True, dtype=dtype), 1)
+    active = lambda valid: devices.total(valid.sum(-1, keepdims=True, dtype=dtype), axis_name)
+    count = lambda valid: jnp.maximum(active(valid), 1)
     return jnp.log(count(validity.query)) - jnp.log(count(validity.key))
 
 
@@ -213,23 +231,29 @@ def feature_validity(validity: Validity | None, padding: str) -> Validity | None
     return Validity(token, token)
 
 
-def masked_mean(x: jax.Array, valid: jax.Array | None, axis: int) -> jax.Array:
-    """Mean of the valid entries of ``x`` over ``axis``, which keeps size 1; 0 if none is valid."""
+def masked_mean(
+    x: jax.Array, valid: jax.Array | None, axis: int, axis_name: str | None = None
+) -> jax.Array:
+    """Mean of the valid entries of ``x`` over ``axis``, which keeps size 1; 0 if none is valid.
+
+    With an ``axis_name`` the mean is over the entries of all devices.
+    """
     if valid is None:
-        return x.mean(axis, keepdims=True)
+        return devices.mean(x.mean(axis, keepdims=True), axis_name)
     total = jnp.where(valid, x, jnp.zeros_like(x)).sum(axis, keepdims=True)
     count = valid.sum(axis, keepdims=True, dtype=x.dtype)
+    total, count = (devices.total(a, axis_name) for a in (total, count))
     return total / jnp.maximum(count, jnp.ones_like(count))
 
 
-def token_mean(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+def token_mean(x: jax.Array, valid: jax.Array | None, axis_name: str | None = None) -> jax.Array:
     """Mean ``(..., 1, d)`` of the tokens ``x (..., N, d)`` where ``valid (..., N)``."""
-    return masked_mean(x, None if valid is None else valid[..., None], -2)
+    return masked_mean(x, None if valid is None else valid[..., None], -2, axis_name)
 
 
-def center(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+def center(x: jax.Array, valid: jax.Array | None = None, axis_name: str | None = None) -> jax.Array:
     """``x`` minus the mean of its ``valid`` entries over the last axis (the projection Pi_0)."""
-    return x - masked_mean(x, valid, -1)
+    return x - masked_mean(x, valid, -1, axis_name)
 
 
 def zero_inactive(x: jax.Array, valid: jax.Array | None) -> jax.Array:

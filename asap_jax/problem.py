@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, masks
+from asap_jax import checks, devices, masks
 from asap_jax.scores import squared_norm
 
 FAR = 4.0
@@ -25,7 +25,8 @@ class Tokens(NamedTuple):
     """The input of features: ``own`` are the tokens of the side to predict, ``other`` the rest.
 
     ``own (..., N, d)``, ``other (..., M, d)``; ``scale`` is the score scale. The validities are
-    bool, ``(..., N)`` and ``(..., M)``, or None if every token is valid.
+    bool, ``(..., N)`` and ``(..., M)``, or None if every token is valid. ``axis_name``: as in
+    Problem.
     """
 
     own: jax.Array
@@ -33,14 +34,39 @@ class Tokens(NamedTuple):
     scale: float
     own_valid: jax.Array | None
     other_valid: jax.Array | None
+    axis_name: str | None = None
 
     def swapped(self) -> Tokens:
         """The same tokens with the two sides exchanged."""
-        return Tokens(self.other, self.own, self.scale, self.other_valid, self.own_valid)
+        return self._replace(
+            own=self.other,
+            other=self.own,
+            own_valid=self.other_valid,
+            other_valid=self.own_valid,
+        )
+
+    @property
+    def origin(self) -> jax.Array:
+        """The first of the own tokens, ``(..., 1, d)``, without a gradient.
+
+        With ``axis_name`` the mean of those of the devices. It only says where to measure from, so
+        the gradient through it is 0.
+        """
+        return devices.mean(jax.lax.stop_gradient(self.own[..., :1, :]), self.axis_name)
 
     def shift(self) -> jax.Array:
-        """The shift ``(..., N)`` from score to cost coordinates, as ``query_shift`` of ``own``."""
-        return 0.5 * self.scale * squared_norm(self.own)
+        """The shift ``(..., N)`` from score to cost coordinates, up to a constant.
+
+        It is ``query_shift`` of ``own`` minus that of ``origin``. Squared lengths of tokens that
+        are far from 0 would have few float32 digits left; distances from one of them have more.
+        """
+        steps = self.own - self.origin
+        along = jnp.sum(steps * self.origin, axis=-1)
+        return self.scale * (0.5 * squared_norm(steps) + along)
+
+    def shift_of_origin(self) -> jax.Array:
+        """The constant ``(..., 1)`` that ``shift`` leaves out; it cancels in every closure."""
+        return 0.5 * self.scale * squared_norm(self.origin)
 
 
 @flax.struct.dataclass
@@ -57,6 +83,8 @@ class Problem:
       dtype: dtype of the output.
       precision: matmul precision of the scores and of the product with the values.
       whole_tokens: the mask leaves out whole queries and whole keys, so ``validity`` says it all.
+      axis_name: the axis of an enclosing ``jax.shard_map`` over which queries and keys are sharded,
+        see ``devices``. All arrays are then those of one device.
     """
 
     q: jax.Array
@@ -69,6 +97,7 @@ class Problem:
     dtype: Any = flax.struct.field(pytree_node=False)
     precision: Any = flax.struct.field(pytree_node=False, default=None)
     whole_tokens: bool = flax.struct.field(pytree_node=False, default=False)
+    axis_name: str | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def score_shape(self) -> tuple[int, ...]:
@@ -104,7 +133,9 @@ class Problem:
 
     def log_key_target(self, key_mass: str) -> jax.Array:
         """Log of the column target, see ``masks.log_key_target``."""
-        return masks.log_key_target(key_mass, self.validity, self.score_shape, self.q.dtype)
+        return masks.log_key_target(
+            key_mass, self.validity, self.score_shape, self.q.dtype, self.axis_name
+        )
 
     def without_key_offset(self) -> Problem:
         """The problem without an offset that all active keys share in a channel.
@@ -113,14 +144,15 @@ class Problem:
         keys cancels; but float32 scores with a large constant have few digits left. The mean of a
         channel is its offset if it is more than ``FAR`` times as large as the distance of any key
         from it. It is rounded to ``dtype``, so that such keys minus the offset are exact there.
-        Without a mask the first ``SAMPLE`` keys decide, so that it costs nothing.
+        Without a mask the first ``SAMPLE`` keys (of each device) decide, so that it costs nothing.
         """
         valid = None if self.validity is None else self.validity.key
         sampled = valid is None and isinstance(self.k.shape[-2], int)
         keys = jax.lax.stop_gradient(self.k[..., :SAMPLE, :] if sampled else self.k)
-        mean = masks.token_mean(keys, valid)
+        mean = masks.token_mean(keys, valid, self.axis_name)
         distances = jnp.abs(masks.zero_inactive(keys - mean, valid))
-        common = jnp.abs(mean) > FAR * jnp.max(distances, -2, keepdims=True)
+        farthest = devices.largest(jnp.max(distances, -2, keepdims=True), self.axis_name)
+        common = jnp.abs(mean) > FAR * farthest
         offset = jnp.where(common, mean, jnp.zeros_like(mean)).astype(self.dtype)
         offset = offset.astype(self.k.dtype)
         return dataclasses.replace(self, k=masks.zero_inactive(self.k - offset, valid))
@@ -142,7 +174,7 @@ class Problem:
     def tokens(self, side: str, padding: str) -> Tokens:
         """The tokens with ``side`` as ``own``, valid where ``padding`` says they carry features."""
         q_valid, k_valid = masks.feature_validity(self.validity, padding) or (None, None)
-        tokens = Tokens(self.q, self.k, self.scale, q_valid, k_valid)
+        tokens = Tokens(self.q, self.k, self.scale, q_valid, k_valid, self.axis_name)
         return tokens if side == "query" else tokens.swapped()
 
 
@@ -156,11 +188,13 @@ def make_problem(
     scale: float | None,
     dtype: Any = None,
     precision: Any = None,
+    axis_name: str | None = None,
 ) -> Problem:
     """Checks the arrays of one attention call and converts them to a Problem.
 
     Raises:
-      ValueError: ranks, lengths, head counts, masks or biases that do not fit, ``scale <= 0``.
+      ValueError: ranks, lengths, head counts, masks or biases that do not fit, ``scale <= 0``; with
+        an ``axis_name``, masks and biases that do not leave out whole tokens.
       TypeError: dtypes that are not real floating.
     """
     query, key, value = promote(query, key, value, dtype=dtype)
@@ -170,7 +204,9 @@ def make_problem(
     bias, allowed = masks.as_bias(bias, shape)
     q, v = masks.spoiled(mask, q, v)
     mask = masks.as_mask(mask, shape)
-    validity = masks.joint_validity(mask, allowed, shape)
+    if axis_name is not None:
+        _check_sharded(shape, axis_name, bias=bias, mask=mask)
+    validity = masks.joint_validity(mask, allowed, shape, axis_name)
     if validity is not None:
         q = masks.zero_inactive(q, validity.query)
         k = masks.zero_inactive(k, validity.key)
@@ -179,7 +215,26 @@ def make_problem(
             bias = masks.zero_masked(masks.zero_masked(bias, mask), allowed)
     whole = masks.leaves_out_tokens(mask) and masks.leaves_out_tokens(allowed)
     mask = masks.combine(mask, allowed)
-    return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision, whole)
+    return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision, whole, axis_name)
+
+
+def _check_sharded(shape: tuple, axis_name: Any, **arrays: jax.Array | None) -> None:
+    """Raises ValueError for a call whose tokens cannot be shared by devices; a trap if size 1."""
+    checks.instance("axis_name", axis_name, str, "the name of an axis")
+    devices.size(axis_name)
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if 1 in shape[-2:]:
+            raise ValueError(
+                f"axis_name={axis_name!r} with a {name} needs two or more queries and keys on "
+                f"each device, got scores of shape {shape} there"
+            )
+        if 1 not in array.shape[-2:]:
+            raise ValueError(
+                f"axis_name={axis_name!r} takes a {name} of the keys, (..., heads, 1, M), or of "
+                f"the queries, (..., heads, N, 1), got {array.shape}"
+            )
 
 
 def promote(

@@ -31,6 +31,16 @@ SHARED_INSTANCE = (
 )
 
 
+def check_whole(axis_name: str | None, path: str) -> None:
+    """Raises ValueError for a layer that would record the tokens of one device alone."""
+    if axis_name is not None:
+        raise ValueError(
+            f"the SinkhornAttention at {path!r} cannot record with axis_name={axis_name!r}, where "
+            f"a device has only some of the tokens: compile the model with axis_name=None, outside "
+            f"of jax.shard_map, and set axis_name afterwards"
+        )
+
+
 def stack_mark(stack: tuple[int, ...]) -> jax.Array:
     """The ``mark`` of a stack of layers; floating, because states are differentiated."""
     return jnp.zeros(stack, jnp.float32)

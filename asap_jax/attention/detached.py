@@ -18,8 +18,10 @@ from asap_jax.spec import SinkhornSpec
 IMPLEMENTATIONS = ("auto", "log")
 
 
-def check(spec: SinkhornSpec, implementation: str) -> None:
+def check(spec: SinkhornSpec, implementation: str, axis_name: str | None) -> None:
     """Raises ValueError where detaching the key dual is not possible or has no meaning."""
+    if axis_name is not None:
+        raise ValueError(f"detach_key_dual=True stores the weights, got axis_name={axis_name!r}")
     if spec.num_steps == 1:
         raise ValueError("detach_key_dual=True needs num_steps >= 2: row softmax has no key dual")
     if implementation not in IMPLEMENTATIONS:

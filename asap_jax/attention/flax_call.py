@@ -82,7 +82,7 @@ class Call:
         """The call with some arguments changed."""
         return dataclasses.replace(self, **changes)
 
-    def problem(self, scale: float | None) -> Problem:
+    def problem(self, scale: float | None, axis_name: str | None = None) -> Problem:
         """The call as a Problem.
 
         Raises:
@@ -99,7 +99,13 @@ class Call:
                 "qk_attn_weights_einsum and attn_weights_value_einsum are not supported: "
                 "scores and closures are computed in float32 at least"
             )
-        return make_problem(*self.arrays, scale=scale, dtype=self.dtype, precision=self.precision)
+        return make_problem(
+            *self.arrays,
+            scale=scale,
+            dtype=self.dtype,
+            precision=self.precision,
+            axis_name=axis_name,
+        )
 
 
 # Those of the protocol, which have types; its first parameter is self, its last is **own.

@@ -32,6 +32,7 @@ def sinkhorn_attention(
     spec: SinkhornSpec,
     implementation: str = "auto",
     detach_key_dual: bool = False,
+    axis_name: str | None = None,
 ) -> Result:
     """Finite-budget Sinkhorn attention (paper, eq. sinkhorn_iterations), the teacher.
 
@@ -56,6 +57,12 @@ def sinkhorn_attention(
         code of Sinkformers for text; the result is the same. Needs ``num_steps`` >= 2 and
         ``implementation`` ``"auto"`` or ``"log"``, and stores the weights. False: the true
         gradient.
+      axis_name: static. None, or the axis of an enclosing ``jax.shard_map`` over which the tokens
+        of query, key, value and of a mask or bias are sharded; each device then gives its own.
+        Masks and biases are of the keys, ``(..., heads, 1, M)``, or of the queries,
+        ``(..., heads, N, 1)``; no weights are computed, so there is no dropout. The keys go round
+        the devices: the result is that of one device, and no device holds all tokens.
+        ``"auto"`` is then ``"streaming"``.
       return_weights: static; also return the weights ``(..., heads, N, M)``.
       dropout_rng, dropout_rate, broadcast_dropout, deterministic: dropout on the normalised
         weights; it breaks the marginals.
@@ -77,8 +84,8 @@ def sinkhorn_attention(
     checks.one_of("implementation", implementation, registry.NAMES)
     detach = checks.static_bool("detach_key_dual", detach_key_dual)
     if detach:
-        detached.check(spec, implementation)
-    p = call.problem(spec.scale)
+        detached.check(spec, implementation, axis_name)
+    p = call.problem(spec.scale, axis_name)
     plan: Plan = detached.plan(p, spec) if detach else sinkhorn_plan(p, spec, implementation)
     return outputs.finish(call, p, plan)
 
@@ -92,6 +99,7 @@ def asap_attention(
     closures: str | int = "two_sided",
     ending: str = "teacher",
     implementation: str = "auto",
+    axis_name: str | None = None,
 ) -> Result:
     """The compiled layer: closures of a predicted dual (paper, eq. asap_source_prediction ff.).
 
@@ -108,6 +116,8 @@ def asap_attention(
         ``"row"``: it is on rows; a teacher that ends on columns is then continued by one row step.
         The rows have equal shares of the teacher's total mass, or those of ``predictor.row_mass``.
         One closure from a key dual is then softmax attention with a bias on the keys.
+      axis_name: as in ``sinkhorn_attention``, for a predictor with features that add up over
+        devices (``fit="moments"``).
 
     Returns:
       ``(..., N, heads, value_dim)`` in the input dtype, or ``(out, weights)``.
@@ -124,26 +134,48 @@ def asap_attention(
         pair = checks.instance("predictor", predictor, DualPair, f"a DualPair {suffix}")
         if ending != "teacher":
             raise ValueError(f"closures='none' has no last closure, got ending={ending!r}")
+        if axis_name is not None:
+            raise ValueError(f"closures='none' computes weights, got axis_name={axis_name!r}")
         p = call.problem(spec.scale)
         plan = DensePlan(weights_from_both_duals(pair, p, spec))
     else:
         predictor = checks.instance("predictor", predictor, Predictor, f"a Predictor {suffix}")
-        p = call.problem(spec.scale)
+        p = call.problem(spec.scale, axis_name)
+        if axis_name is not None:
+            _check_sharded(predictor, axis_name)
         plan = compiled_plan(predictor, spec, closures, ending, implementation)
     return outputs.finish(call, p, plan)
 
 
 @attention_function
 def softmax_attention(
-    call: Call, *, scale: float | None = None, implementation: str = "auto"
+    call: Call,
+    *,
+    scale: float | None = None,
+    implementation: str = "auto",
+    axis_name: str | None = None,
 ) -> Result:
     """Row-softmax attention: ``sinkhorn_attention`` with ``num_steps=1, epsilon=1``.
 
     Arguments and result as there. ``scale`` > 0 is ``1 / sqrt(head_dim)`` when None.
     """
     checks.one_of("implementation", implementation, registry.NAMES)
-    p = call.problem(scale)
+    p = call.problem(scale, axis_name)
     return outputs.finish(call, p, sinkhorn_plan(p, SinkhornSpec(num_steps=1), implementation))
+
+
+def _check_sharded(predictor: Predictor, axis_name: str) -> None:
+    """Raises ValueError for parts of a predictor that need all tokens on one device."""
+    for name, there in (
+        ("corrections", predictor.corrections != ()),
+        ("token_bias", predictor.token_bias is not None),
+        ("baseline='first_step'", predictor.baseline == "first_step"),
+    ):
+        if there:
+            raise ValueError(
+                f"axis_name={axis_name!r} does not support a predictor with {name}, which needs "
+                f"all tokens on one device: compile with fit='moments'"
+            )
 
 
 def sinkhorn_plan(p: Problem, spec: SinkhornSpec, implementation: str) -> ClosedPlan:
@@ -178,7 +210,11 @@ def weights_from_both_duals(pair: DualPair, p: Problem, spec: SinkhornSpec) -> j
     for side in (pair.query, pair.key):
         if side.row_mass is not None or side.corrections:
             raise ValueError("closures='none' allows no corrections and no row_mass in a DualPair")
-    f, g = (predicted_dual(side, p, spec) for side in (pair.query, pair.key))
+    # No closure cancels a constant here.
+    f, g = (
+        predicted_dual(predictor, p, spec) - p.tokens(side, spec.padding).shift_of_origin()
+        for side, predictor in (("query", pair.query), ("key", pair.key))
+    )
     g = g + checks.array("offset", pair.offset).astype(g.dtype)
     return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
 

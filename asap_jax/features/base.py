@@ -8,7 +8,9 @@ A family is a ``flax.struct`` dataclass, registered under the name with which it
 - ``create(rng, head_dim, *, num_slices, slice_kind)``, optional: a class method that makes the
   family of a compile, before any data are seen;
 - ``family.linear(coefficients, tokens)``, optional: a cheaper way to compute the features times
-  the coefficients, ``(..., N)``, up to a constant per problem.
+  the coefficients, ``(..., N)``, up to a constant per problem;
+- ``family.adds_up``, optional: True if ``linear`` only takes sums over tokens, by the functions of
+  ``devices``, so that it works on tokens shared by several devices.
 """
 
 from __future__ import annotations
@@ -109,6 +111,8 @@ def evaluate(families: tuple[Any, ...], head: Any, tokens: Tokens) -> jax.Array:
     With a linear head, families that have a method ``linear`` use it.
     """
     coefficients = getattr(head, "coefficients", None)
+    if tokens.axis_name is not None:
+        _check_adds_up(families, tokens.axis_name, coefficients)
     if coefficients is None or not any(hasattr(family, "linear") for family in families):
         return head(concatenate(families, tokens))
     widths = [family.num_features(tokens.own.shape[-1]) for family in families]
@@ -124,6 +128,15 @@ def evaluate(families: tuple[Any, ...], head: Any, tokens: Tokens) -> jax.Array:
         for family, part in zip(families, parts, strict=True)
     ]
     return functools.reduce(operator.add, terms)
+
+
+def _check_adds_up(families: tuple[Any, ...], axis_name: str, coefficients: Any) -> None:
+    for family in families:
+        if coefficients is None or not getattr(family, "adds_up", False):
+            raise ValueError(
+                f"axis_name={axis_name!r} needs features that add up over devices and a linear "
+                f"head, got {type(family).__name__}: compile with fit='moments'"
+            )
 
 
 def _features(family: Any, t: Tokens) -> jax.Array:

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import masks
+from asap_jax import devices, masks
 from asap_jax.features.base import Family, register
 from asap_jax.problem import Tokens
 
@@ -46,6 +46,7 @@ class Moments(Family):
     """
 
     absolute: bool = flax.struct.field(pytree_node=False, default=True)
+    adds_up = True
 
     @classmethod
     def create(
@@ -76,7 +77,7 @@ class Moments(Family):
         if self.absolute:
             columns += [along(t.mean), along(t.mean, by_c)]
         x = jnp.concatenate([t.u, jnp.stack(columns, axis=-1)], axis=-1)
-        return x - masks.token_mean(x, t.valid)
+        return x - masks.token_mean(x, t.valid, tokens.axis_name)
 
     def linear(self, coefficients: jax.Array, tokens: Tokens) -> jax.Array:
         """The features times ``coefficients`` ``(F,)`` or ``(H, F)``, up to a constant.
@@ -135,9 +136,11 @@ class _Moments(NamedTuple):
 def _moments(t: Tokens) -> _Moments:
     root = math.sqrt(t.scale)
     # Means relative to one of the tokens keep their float32 digits when all tokens are far from 0.
-    origin = _first_valid(t.other, t.other_valid)
-    other_mean = masks.token_mean(t.other - origin, t.other_valid)
-    own_mean = masks.token_mean(t.own - origin, t.own_valid)
+    # Which one makes no difference, so the gradient through it is 0.
+    origin = jax.lax.stop_gradient(_first_valid(t.other, t.other_valid))
+    origin = devices.mean(origin, t.axis_name)
+    other_mean = masks.token_mean(t.other - origin, t.other_valid, t.axis_name)
+    own_mean = masks.token_mean(t.own - origin, t.own_valid, t.axis_name)
     own = t.own - origin - own_mean
     own_active = masks.zero_inactive(own, t.own_valid)
     other_active = masks.zero_inactive(t.other - origin - other_mean, t.other_valid)
@@ -146,8 +149,8 @@ def _moments(t: Tokens) -> _Moments:
         root=root,
         mean=root * jnp.squeeze(origin + other_mean, -2),
         delta=root * jnp.squeeze(own_mean - other_mean, -2),
-        c=root**2 * _covariance(other_active, t.other_valid),
-        c_own=root**2 * _covariance(own_active, t.own_valid),
+        c=root**2 * _covariance(other_active, t.other_valid, t.axis_name),
+        c_own=root**2 * _covariance(own_active, t.own_valid, t.axis_name),
         valid=t.own_valid,
     )
 
@@ -160,12 +163,13 @@ def _first_valid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
     return jnp.take_along_axis(x, index, -2)
 
 
-def _covariance(centred: jax.Array, valid: jax.Array | None) -> jax.Array:
+def _covariance(centred: jax.Array, valid: jax.Array | None, axis_name: str | None) -> jax.Array:
     total = jnp.einsum("...nd,...ne->...de", centred, centred, precision=_EXACT)
     if valid is None:
-        return total / centred.shape[-2]
-    count = jnp.maximum(valid.sum(-1, dtype=centred.dtype), jnp.ones((), centred.dtype))
-    return total / count[..., None, None]
+        return devices.mean(total / centred.shape[-2], axis_name)
+    count = devices.total(valid.sum(-1, dtype=centred.dtype), axis_name)
+    count = jnp.maximum(count, jnp.ones((), centred.dtype))
+    return devices.total(total, axis_name) / count[..., None, None]
 
 
 def _product(x, matrix):

@@ -164,7 +164,7 @@ def sliced_features(
 
     Directions ``(L, d)``, result ``(..., N, L)`` and errors as ``sliced_potentials``.
     """
-    q, k, scale, query_valid, key_valid = tokens
+    q, k, scale, query_valid, key_valid, _ = tokens
     directions = checks.real_array("directions", directions)
     if directions.ndim != 2 or directions.shape[-1] != q.shape[-1]:
         raise ValueError(

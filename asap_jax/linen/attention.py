@@ -33,11 +33,14 @@ class SinkhornAttention(nn.Module):
       spec: the teacher's finite-budget convention.
       implementation: see ``sinkhorn_attention``; not part of any saved state.
       detach_key_dual: see ``sinkhorn_attention``; a compiled layer has no loop and ignores it.
+      axis_name: see ``sinkhorn_attention``; not used by ``init``, and not part of any saved state.
+        Compile the model without it.
     """
 
     spec: SinkhornSpec
     implementation: str = "auto"
     detach_key_dual: bool = False
+    axis_name: str | None = None
 
     def __post_init__(self):
         checks.instance("spec", self.spec, SinkhornSpec, EXPECTED_SPEC)
@@ -64,13 +67,15 @@ class SinkhornAttention(nn.Module):
                     raise ValueError(
                         records.SHARED_INSTANCE.format(path=path, old=f"collection {CAPTURE!r}")
                     )
+                records.check_whole(self.axis_name, path)
                 arrays = call.query, call.key, call.value, call.bias, call.mask
                 self.put_variable(CAPTURE, "record", Record.of(*arrays, self.spec))
                 # mutable=True may be a training step, which needs its dropout.
                 off = call.deterministic or getattr(self.scope, "mutable", None) is not True
                 call = call.replace(deterministic=off)
             records.note("recorded" if recording else "unrecorded", path)
-        options = dict(spec=self.spec, implementation=self.implementation)
+        axis_name = None if self.is_initializing() else self.axis_name
+        options = dict(spec=self.spec, implementation=self.implementation, axis_name=axis_name)
         if not self.has_variable(STATE, "state"):
             return functions.sinkhorn_attention.core(
                 call, detach_key_dual=self.detach_key_dual, **options

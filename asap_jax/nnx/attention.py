@@ -38,6 +38,7 @@ class SinkhornAttention(nnx.Module):
       spec: the teacher's finite-budget convention.
       implementation: see ``sinkhorn_attention``; not part of any saved state.
       detach_key_dual: see ``sinkhorn_attention``; a compiled layer has no loop and ignores it.
+      axis_name: see ``sinkhorn_attention``; not part of any saved state. Set it after compiling.
       asap: None, or the AsapState of the compiled layer.
     """
 
@@ -49,11 +50,13 @@ class SinkhornAttention(nnx.Module):
         *,
         implementation: str = "auto",
         detach_key_dual: bool = False,
+        axis_name: str | None = None,
     ):
         checks.instance("spec", spec, SinkhornSpec, EXPECTED_SPEC)
         self.spec = spec
         self.implementation = implementation
         self.detach_key_dual = detach_key_dual
+        self.axis_name = axis_name
         self.asap: AsapState | None = nnx.data(None)
 
     @attention_method
@@ -61,10 +64,11 @@ class SinkhornAttention(nnx.Module):
         """Arguments and result as ``sinkhorn_attention``."""
         for slot in getattr(self, "__captures__", ()):
             if type(slot) is AsapCapture:
+                records.check_whole(self.axis_name, slot.get_metadata("path", "SinkhornAttention"))
                 arrays = call.query, call.key, call.value, call.bias, call.mask
                 self._record(slot, Record.of(*arrays, self.spec))
                 call = call.replace(deterministic=True)
-        options = dict(spec=self.spec, implementation=self.implementation)
+        options = dict(spec=self.spec, implementation=self.implementation, axis_name=self.axis_name)
         if self.asap is None:
             return functions.sinkhorn_attention.core(
                 call, detach_key_dual=self.detach_key_dual, **options

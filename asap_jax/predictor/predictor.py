@@ -210,7 +210,7 @@ def centred_dual(predictor: Predictor, tokens: Tokens, first: jax.Array | None =
         dual = dual + jax.lax.broadcast_to_rank(bias, dual.ndim)
     if first is not None:
         dual = dual + first
-    return masks.center(dual, tokens.own_valid)
+    return masks.center(dual, tokens.own_valid, tokens.axis_name)
 
 
 def first_step(

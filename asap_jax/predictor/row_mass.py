@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from asap_jax import checks, features, masks
+from asap_jax import checks, devices, features, masks
 from asap_jax.predictor.heads import LinearHead
 from asap_jax.predictor.statistics import inside
 from asap_jax.problem import Problem
@@ -90,9 +90,10 @@ def _log_row_sums(
     log_rows = features.evaluate(row_mass.features, row_mass.head, tokens)
     log_rows = jnp.where(p.active("query"), log_rows, -jnp.inf)
     peak = jax.lax.stop_gradient(jnp.max(log_rows, -1, keepdims=True))
+    peak = devices.largest(peak, p.axis_name)
     peak = jnp.where(peak == -jnp.inf, jnp.zeros_like(peak), peak)
     valid = None if p.validity is None else p.validity.query
-    mean = masks.masked_mean(jnp.exp(log_rows - peak), valid, -1)
+    mean = masks.masked_mean(jnp.exp(log_rows - peak), valid, -1, p.axis_name)
     mean = jnp.where(mean > 0, mean, jnp.ones_like(mean))
     log_rows = jnp.where(p.active("query"), log_rows - peak, jnp.zeros_like(log_rows))
     return log_mean + log_rows - jnp.log(mean)

@@ -168,7 +168,7 @@ def complete(statistics: Any) -> bool:
 def _rms(p: Problem, side: str) -> jax.Array:
     """``query_rms`` or ``key_rms`` of each problem, ``(..., H)``."""
     x, valid = _centred(p, side)
-    square = masks.masked_mean(jnp.sum(jnp.square(x), -1), valid, -1)
+    square = masks.masked_mean(jnp.sum(jnp.square(x), -1), valid, -1, p.axis_name)
     return jnp.sqrt(p.scale * jnp.squeeze(square, -1))
 
 
@@ -188,4 +188,4 @@ def _centred(p: Problem, side: str) -> tuple[jax.Array, jax.Array | None]:
     """
     x = p.q if side == "query" else p.k
     valid = None if p.validity is None else getattr(p.validity, side)
-    return masks.zero_inactive(x - masks.token_mean(x, valid), valid), valid
+    return masks.zero_inactive(x - masks.token_mean(x, valid, p.axis_name), valid), valid

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from asap_jax import devices
 from asap_jax.problem import Problem
 from asap_jax.scores import largest_score
 from asap_jax.solvers import log_domain
@@ -238,9 +239,10 @@ def _range(x: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
     return low, jnp.max(jnp.where(active, x, -jnp.inf), -1, keepdims=True)
 
 
-def centred_range(start: jax.Array, active: jax.Array) -> jax.Array:
+def centred_range(start: jax.Array, active: jax.Array, axis_name: str | None = None) -> jax.Array:
     """``start`` minus the middle of its range, which leaves the plan unchanged; 0 if inactive."""
     low, high = jax.lax.stop_gradient(_range(start, active))
+    low, high = devices.smallest(low, axis_name), devices.largest(high, axis_name)
     middle = jnp.where(low <= high, (low + high) / 2, jnp.zeros_like(low))
     return jnp.where(active, start - middle, jnp.zeros_like(start))
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from asap_jax import devices
 from asap_jax.problem import Problem
 from asap_jax.solvers import batching, ctransform, registry
 from asap_jax.solvers.closures import Closures
@@ -98,7 +99,7 @@ def _mix(
 
     def mix(p, start):
         assert p.v is not None
-        power = _power(p.v)
+        power = _power(p.v, p.axis_name)
         p = p.without_key_offset() if closures.side == "key" else p
         p = dataclasses.replace(p, v=power * p.v)
         return implementation.apply(p, start, p.log_key_target(key_mass), closures) / power
@@ -117,13 +118,14 @@ def _mix(
     return _map_groups(start_and_mix, p, (), (*step[:-1], *lead[-1:]))
 
 
-def _power(values: jax.Array) -> jax.Array:
+def _power(values: jax.Array, axis_name: str | None) -> jax.Array:
     """Powers of two ``(..., 1, 1)``: 1, but small for problems with huge values.
 
     Values times scalings, and sums of them, are then within the range of the dtype.
     """
     quarter = int(jnp.finfo(values.dtype).maxexp) // 4
     largest = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), (-2, -1), keepdims=True)
+    largest = devices.largest(largest, axis_name)
     return jnp.where(largest > 2.0**quarter, 2.0 ** (-3 * quarter), 1.0).astype(values.dtype)
 
 

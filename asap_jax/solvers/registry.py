@@ -7,15 +7,16 @@ float32 at least.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from asap_jax.problem import Problem
 from asap_jax.solvers import batching, log_domain, matrix_scaling, tiled
 from asap_jax.solvers.closures import Closures
-from asap_jax.solvers.flash import choice, loop
+from asap_jax.solvers.flash import choice, loop, reference
 
 LARGEST_KERNEL = 2**26
 """Number of kernel entries (256 MiB in float32) from which ``"auto"`` means tiles."""
@@ -35,6 +36,14 @@ class Implementation(NamedTuple):
     recompute: bool = True
 
 
+def _by_tiles(p: Problem, *args: Any) -> jax.Array:
+    if p.axis_name is None:
+        return tiled.apply(p, *args)
+    # A call of a kernel rounds its arrays to ``dtype``; tiles do not.
+    wide = dataclasses.replace(p, dtype=p.q.dtype)
+    return loop.apply(reference.kernel(p.precision), wide, *args)
+
+
 def _fused(backend: choice.Backend) -> Implementation:
     apply = lambda *args: loop.apply(backend.kernel(), *args)
     return Implementation(apply, block=1, recompute=False)
@@ -43,7 +52,7 @@ def _fused(backend: choice.Backend) -> Implementation:
 IMPLEMENTATIONS = {
     "log": Implementation(log_domain.apply),
     "scaling": Implementation(matrix_scaling.apply),
-    "streaming": Implementation(tiled.apply, tiled.BLOCK),
+    "streaming": Implementation(_by_tiles, tiled.BLOCK),
     **{name: _fused(backend) for name, backend in choice.BACKENDS.items()},
 }
 NAMES = ("auto", *IMPLEMENTATIONS, choice.FUSED)
@@ -59,10 +68,23 @@ def choose(name: str, p: Problem, closures: Closures, *, weights: bool = False) 
     none.
 
     Raises:
-      ValueError: a fused kernel that cannot compute the problems.
+      ValueError: a fused kernel that cannot compute the problems; weights, or an implementation
+        that stores scores, for tokens shared by several devices.
     """
+    if p.axis_name is not None and weights:
+        raise ValueError(
+            f"axis_name={p.axis_name!r} computes no weights, so dropout, return_weights and sown "
+            f"weights are not supported"
+        )
     if name == choice.FUSED or name in choice.BACKENDS:
         return choice.choose(name, p, closures.num_calls)
+    if p.axis_name is not None:
+        if name not in ("auto", "streaming"):
+            raise ValueError(
+                f"implementation={name!r} stores the scores of all tokens; with "
+                f"axis_name={p.axis_name!r} use 'auto', 'streaming' or a fused kernel"
+            )
+        return "streaming"
     if name != "auto":
         return name
     n, m = p.q.shape[-2], p.k.shape[-2]

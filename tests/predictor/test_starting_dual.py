@@ -123,3 +123,23 @@ def test_a_deferred_start_returns_the_same_predictor(rng, kind):
     assert jax.tree.structure(again) == jax.tree.structure(expected)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (again, expected)), strict=True))
     assert start.side == ("key" if kind == "corrected" else "query")
+
+
+@pytest.mark.parametrize(("offset", "atol"), [(100, 5e-5), (1e4, 5e-3)])
+@pytest.mark.parametrize("implementation", ["log", "streaming"])
+def test_tokens_far_from_zero_lose_only_the_digits_of_their_products(
+    rng, offset, atol, implementation
+):
+    """Squared lengths of such tokens would have no digit left at 1e4, and three at 100."""
+    inputs = [problems.normal(rng, 2, 12, HEADS, DIM) for _ in range(3)]
+    inputs = [inputs[0] + np.float32(offset), inputs[1] + np.float32(offset), inputs[2]]
+    head = aj.LinearHead(problems.normal(rng, HEADS, DIM + 8, size=0.1))
+    predictor = aj.Predictor((aj.Moments(),), head, side="key")
+
+    def attend(*inputs):
+        options = dict(predictor=predictor, closures=2, implementation=implementation)
+        return aj.asap_attention(*inputs, spec=SPEC, **options)
+
+    with jax.enable_x64(True):
+        exact = attend(*(np.asarray(x, "float64") for x in inputs))
+    np.testing.assert_allclose(attend(*inputs), exact, rtol=0, atol=atol)

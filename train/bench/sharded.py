@@ -16,8 +16,10 @@ import asap_jax as aj
 from train.reporting.table import Report, Table
 from train.runtime import machine
 
-LENGTH, HEADS, WIDTH = 8192, 4, 64
+LENGTH, HEADS, WIDTH = 32768, 4, 64
 DEVICES = (1, 2, 4, 8)
+MODES = "jit", "shard_map"
+"""Who divides the work: the compiler, or the call by ``axis_name``, whose keys go round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Row:
     """One operator on ``devices`` devices.
 
     Attributes:
+      mode: one of ``MODES``.
       forward, gradient: MiB of temporary memory of one device.
       gathered: most tokens of an array that a device gathers from the others, over both programs.
     """
 
     operator: str
+    mode: str
     devices: int
     forward: float
     gradient: float
@@ -57,10 +61,14 @@ def gathered_tokens(program: str, length: int) -> int:
     return max((n for n in sizes if n <= length), default=0)
 
 
-def measure(name: str, attend: Callable, count: int, length: int) -> Row:
+def measure(name: str, attend: Callable, count: int, length: int, mode: str = "jit") -> Row:
     """Compiles a call and its gradient with all arrays sharded over ``count`` devices."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:count]), ("tokens",))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "tokens"))
+    tokens = jax.sharding.PartitionSpec(None, "tokens")
+    split = jax.sharding.NamedSharding(mesh, tokens)
+    if mode == "shard_map":
+        attend = functools.partial(attend, axis_name="tokens")
+        attend = jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens)
     like = jax.ShapeDtypeStruct((1, length, HEADS, WIDTH), jnp.float32, sharding=split)
     loss = lambda *qkv: jnp.sum(jnp.sin(attend(*qkv)))
     functions = attend, jax.grad(loss, argnums=(0, 1, 2))
@@ -70,7 +78,7 @@ def measure(name: str, attend: Callable, count: int, length: int) -> Row:
     ]
     forward, gradient = (p.memory_analysis().temp_size_in_bytes / 2**20 for p in programs)
     gathered = max(gathered_tokens(program.as_text(), length) for program in programs)
-    return Row(name, count, forward, gradient, gathered)
+    return Row(name, mode, count, forward, gradient, gathered)
 
 
 def run(length: int = LENGTH, *, out: pathlib.Path | None = None) -> list[Row]:
@@ -80,14 +88,16 @@ def run(length: int = LENGTH, *, out: pathlib.Path | None = None) -> list[Row]:
     """
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
     rows = [
-        measure(name, attend, count, length)
+        measure(name, attend, count, length, mode)
         for name, attend in operators().items()
+        for mode in MODES
         for count in DEVICES
         if count <= jax.device_count()
     ]
     facts = {
         "shape": f"batch 1, {length} tokens, {HEADS} heads, head_dim {WIDTH}, float32; queries, "
         f"keys and values sharded over the tokens",
+        "by": "jit: the compiler divides the call; shard_map: axis_name, the keys go round",
         "memory": "temporary memory of one device, without inputs and outputs, from the compiler",
         **machine.facts(),
     }
@@ -98,9 +108,16 @@ def run(length: int = LENGTH, *, out: pathlib.Path | None = None) -> list[Row]:
 
 def table(rows: list[Row]) -> Table:
     """The rows as text."""
-    headings = "operator", "devices", "forward MiB", "gradient MiB", "most tokens gathered"
+    headings = "operator", "by", "devices", "forward MiB", "gradient MiB", "most tokens gathered"
     cells = [
-        (r.operator, str(r.devices), f"{r.forward:.1f}", f"{r.gradient:.1f}", str(r.gathered))
+        (
+            r.operator,
+            r.mode,
+            str(r.devices),
+            f"{r.forward:.1f}",
+            f"{r.gradient:.1f}",
+            str(r.gathered),
+        )
         for r in rows
     ]
     return Table(headings, cells)

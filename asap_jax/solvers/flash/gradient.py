@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from asap_jax.solvers.flash.kernel import Flash, Kernel
+from asap_jax.solvers.flash.kernel import MASKED, Flash, Kernel
 
 
 def log_sum_exp(flash: Flash) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
@@ -73,9 +73,12 @@ def _pulled_through_lse(flash, q, k, key_bias, lse, cotangent):
 def _transposed(flash, q, k, key_bias, lse, x):
     """``P' x``: from ``(..., N, c)`` to ``(..., M, c)``, where P is the plan of the kernel.
 
-    The values of the call have size 1, so that no dtype is too narrow for them.
+    The values of the call have size 1 in every row, so that no dtype is too narrow for them; the
+    sizes are part of the bias.
     """
-    size = jnp.max(jnp.abs(x), (-2, -1), keepdims=True)
-    size = jnp.where(size > 0, size, jnp.ones_like(size))
-    out, other = flash(k, q, (x / size).astype(q.dtype), -lse)
-    return size * jnp.exp(key_bias + other)[..., None] * out.astype(x.dtype)
+    size = jnp.max(jnp.abs(x), -1)
+    row = size > 0
+    size = jnp.where(row, size, jnp.ones_like(size))
+    bias = jnp.where(row, jnp.log(size) - lse, jnp.full_like(lse, MASKED))
+    out, other = flash(k, q, (x / size[..., None]).astype(q.dtype), bias)
+    return jnp.exp(key_bias + other)[..., None] * out.astype(x.dtype)

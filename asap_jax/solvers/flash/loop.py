@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from asap_jax.problem import Problem
 from asap_jax.solvers import matrix_scaling
 from asap_jax.solvers.closures import AXIS, OTHER, Closures
-from asap_jax.solvers.flash import gradient
+from asap_jax.solvers.flash import gradient, ring
 from asap_jax.solvers.flash.kernel import MASKED, Kernel
 
 
@@ -49,7 +49,7 @@ def apply(
 
     A mask must leave out whole queries and whole keys, and a bias must have no row per query or no
     column per key. A bias on the side of the start is part of it. One on the other side is
-    normalised away by the first closure.
+    normalised away by the first closure. With ``p.axis_name`` the calls go round the devices.
     """
     if p.v is None:
         return matrix_scaling.apply(p, start, log_target, closures)
@@ -57,7 +57,8 @@ def apply(
     if p.bias is not None:
         start = start + _bias_of(p.bias.astype(start.dtype), closures)
     active = p.active(closures.side)
-    start = _masked(matrix_scaling.centred_range(start, active), active)
+    start = _masked(matrix_scaling.centred_range(start, active, p.axis_name), active)
+    kernel = kernel if p.axis_name is None else ring.around(kernel, p.axis_name)
     out = _closed(kernel, x, start, closures)
     return jnp.where(x.rows[..., None], out, jnp.zeros_like(out)) if x.rows.ndim else out
 
