@@ -99,8 +99,7 @@ def value_and_gradients(attend, *inputs):
     ("name", "masking"),
     [
         *((name, "both") for name in OPERATORS),
-        *(("three closures from queries", masking) for masking in MASKS if masking != "both"),
-        *(("row mass", masking) for masking in ("no mask", "key mask")),
+        *(("one closure from queries", masking) for masking in MASKS if masking != "both"),
     ],
 )
 def test_the_result_and_the_gradients_are_those_of_one_device(rng, name, masking):
@@ -115,7 +114,7 @@ def test_bfloat16(rng):
     inputs, attend = arrays(rng, "bfloat16"), OPERATORS["two closures"]
     expected = value_and_gradients(attend, *[x.astype(jnp.float32) for x in inputs])
     together = value_and_gradients(sharded(attend, MASKS["no mask"]), *inputs)
-    chex.assert_trees_all_equal_dtypes(together, value_and_gradients(attend, *inputs))
+    assert {x.dtype.name for x in jax.tree.leaves(together)} == {"bfloat16"}
     together = jax.tree.map(lambda x: x.astype(jnp.float32), together)
     chex.assert_trees_all_close(together, expected, atol=2e-2)
 
@@ -198,7 +197,7 @@ def test_a_fused_kernel_on_shared_tokens_lowers_for_tpus(monkeypatch, rng):
 
 def test_examples_and_tokens_on_two_axes(rng):
     """The batch over one axis of the mesh, the tokens over another."""
-    inputs, attend = arrays(rng), OPERATORS["teacher that ends on columns"]
+    inputs, attend = arrays(rng), OPERATORS["one call"]
     both = jax.make_mesh((1, 2), ("data", "tokens"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = jax.sharding.PartitionSpec("data", "tokens")
     step = functools.partial(attend, axis_name="tokens")
