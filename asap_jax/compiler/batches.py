@@ -17,6 +17,7 @@ def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
 
     Raises:
       TypeError: a single batch, not an iterable, or a generator where the fit reads batches again.
+        Arrays that differ in rank or kind of dtype are taken for a single batch.
     """
     if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise TypeError(f"batches must be an iterable of batches, got {checks.describe(batches)}")
@@ -25,12 +26,23 @@ def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
             f"batches must be an iterable of batches, got one {type(batches).__name__}; for a "
             f"single batch give [batch]"
         )
+    if isinstance(batches, (tuple, list)) and _looks_like_one(batches):
+        raise TypeError(
+            f"batches looks like a single batch, {describe_batch(batches)}: batches of a model "
+            f"have equal ranks and kinds of dtype; for a single batch give [batch]"
+        )
     if fit.reads_batches_again and iter(batches) is batches:
         raise TypeError(
             "batches must be re-iterable (a list, not a generator) for objective='kl' with "
             "in_memory=False, which reads them once per evaluation"
         )
     return batches
+
+
+def _looks_like_one(batches: tuple | list) -> bool:
+    if not all(isinstance(x, (jax.Array, np.ndarray)) for x in batches):
+        return False
+    return len({(x.ndim, jax.numpy.issubdtype(x.dtype, jax.numpy.floating)) for x in batches}) > 1
 
 
 def check_batch(batch: Any, where: str) -> None:

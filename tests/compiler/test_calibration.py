@@ -145,6 +145,16 @@ def test_a_single_batch_instead_of_an_iterable_is_refused(batches):
         compile_model(batches)
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize(
+    "second", [np.ones((BATCH, LENGTH), bool), np.ones((BATCH, LENGTH, FEATURES), np.int32)]
+)
+def test_inputs_of_one_batch_are_not_read_as_batches(kind, second):
+    batches = kind([jnp.ones((BATCH, LENGTH, FEATURES)), second])
+    with pytest.raises(TypeError, match=r"looks like a single batch, .*float32.* give \[batch\]"):
+        compile_model(batches)
+
+
 @pytest.mark.parametrize("batches", [[], (), iter(())], ids=["list", "tuple", "generator"])
 def test_an_empty_iterable_of_batches_is_refused(batches):
     with pytest.raises(ValueError, match="batches holds no batch"):
