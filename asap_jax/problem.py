@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import checks, devices, masks
-from asap_jax.scores import squared_norm
+from asap_jax.scores import dot, squared_norm
 
 FAR = 4.0
 SAMPLE = 4
@@ -61,8 +61,7 @@ class Tokens(NamedTuple):
         are far from 0 would have few float32 digits left; distances from one of them have more.
         """
         steps = self.own - self.origin
-        along = jnp.sum(steps * self.origin, axis=-1)
-        return self.scale * (0.5 * squared_norm(steps) + along)
+        return self.scale * dot(steps, 0.5 * steps + self.origin)
 
     def shift_of_origin(self) -> jax.Array:
         """The constant ``(..., 1)`` that ``shift`` leaves out; it cancels in every closure."""

@@ -74,12 +74,16 @@ def query_shift(q: ArrayLike, *, scale: float | None = None) -> jax.Array:
 
 
 def squared_norm(x: jax.Array) -> jax.Array:
-    """``|x|^2`` of vectors ``x (..., d)``: ``(...)``.
+    """``|x|^2`` of vectors ``x (..., d)``: ``(...)``."""
+    return dot(x, x)
 
-    A matrix product, because ``sum(x * x)`` can be several times slower on XLA's CPU backend when
-    ``x`` has other uses.
+
+def dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``<x, y>`` of vectors ``(..., d)``: ``(...)``.
+
+    A matrix product, because on XLA's CPU backend ``sum(x * y)`` takes several times as long.
     """
-    return jnp.einsum("...d,...d->...", x, x, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("...d,...d->...", x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def accumulation_dtype(*arrays: jax.Array) -> Any:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from asap_jax import devices, masks
 from asap_jax.features.base import Family, register
 from asap_jax.problem import Tokens
+from asap_jax.scores import dot
 
 NUM_INVARIANT, NUM_ABSOLUTE = 6, 2
 
@@ -67,11 +68,11 @@ class Moments(Family):
             "...nd,...d->...n", rows, vector, precision=_EXACT
         )
         columns = [
-            0.5 * _dot(t.u, t.u) + along(t.delta),
+            0.5 * dot(t.u, t.u) + along(t.delta),
             along(t.delta),
-            _dot(t.u, by_c),
-            _dot(by_c, by_c),
-            _dot(t.u, _product(t.u, t.c_own)),
+            dot(t.u, by_c),
+            dot(by_c, by_c),
+            dot(t.u, _product(t.u, t.c_own)),
             along(t.delta, by_c),
         ]
         if self.absolute:
@@ -106,7 +107,7 @@ class Moments(Family):
         b = wide(by_c) * t.c + wide(by_c2) * _product(t.c, t.c) + wide(by_own) * t.c_own
         b = b + 0.5 * wide(rho) * unit
         # Scale the small factors, not the tokens, to avoid a copy of the tokens.
-        return _dot(t.centred, _product(t.centred, t.root**2 * b) + t.root * a[..., None, :])
+        return dot(t.centred, _product(t.centred, t.root**2 * b) + t.root * a[..., None, :])
 
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -174,7 +175,3 @@ def _covariance(centred: jax.Array, valid: jax.Array | None, axis_name: str | No
 
 def _product(x, matrix):
     return jnp.einsum("...nd,...de->...ne", x, matrix, precision=_EXACT)
-
-
-def _dot(x, y):
-    return jnp.sum(x * y, axis=-1)

@@ -125,11 +125,9 @@ def test_a_deferred_start_returns_the_same_predictor(rng, kind):
     assert start.side == ("key" if kind == "corrected" else "query")
 
 
-@pytest.mark.parametrize(("offset", "atol"), [(100, 5e-5), (1e4, 5e-3)])
+@pytest.mark.parametrize("offset", [100, 1e4])
 @pytest.mark.parametrize("implementation", ["log", "streaming"])
-def test_tokens_far_from_zero_lose_only_the_digits_of_their_products(
-    rng, offset, atol, implementation
-):
+def test_tokens_far_from_zero_lose_only_the_digits_of_their_products(rng, offset, implementation):
     """Squared lengths of such tokens would have no digit left at 1e4, and three at 100."""
     inputs = [problems.normal(rng, 2, 12, HEADS, DIM) for _ in range(3)]
     inputs = [inputs[0] + np.float32(offset), inputs[1] + np.float32(offset), inputs[2]]
@@ -142,4 +140,4 @@ def test_tokens_far_from_zero_lose_only_the_digits_of_their_products(
 
     with jax.enable_x64(True):
         exact = attend(*(np.asarray(x, "float64") for x in inputs))
-    np.testing.assert_allclose(attend(*inputs), exact, rtol=0, atol=atol)
+    np.testing.assert_allclose(attend(*inputs), exact, rtol=0, atol=1e-6 * offset)

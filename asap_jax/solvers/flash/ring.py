@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from asap_jax import devices
+from asap_jax.scores import dot
 from asap_jax.solvers.flash import gradient
 from asap_jax.solvers.flash.kernel import Kernel
 
@@ -60,7 +61,7 @@ def around(kernel: Kernel, axis_name: str) -> Kernel:
             (part, part_lse), pull = jax.vjp(one_device, q, *keys)
             share = jnp.exp(part_lse - lse)
             d_part = (share[..., None] * d_out).astype(part.dtype)
-            change = jnp.sum(d_out * (part.astype(lse.dtype) - out), -1)
+            change = dot(d_out, part.astype(lse.dtype) - out)
             more, *more_keys = pull((d_part, share * (change + d_lse)))
             d_keys = [d + x.astype(d.dtype) for d, x in zip(d_keys, more_keys, strict=True)]
             return dq + more.astype(dq.dtype), rotated(keys), rotated(d_keys)
