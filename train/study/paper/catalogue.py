@@ -77,7 +77,7 @@ TABLES: dict[str, Entry] = {
     "cifar": Entry(
         "CIFAR with patches of 4: trained families and what replaces the teacher",
         _FAMILIES,
-        45,
+        61,
         _accuracy(lambda models: accuracy.cifar(models.preset)),
     ),
     "catsdogs": Entry(
@@ -113,7 +113,7 @@ TABLES: dict[str, Entry] = {
     esp_switch.NAME: Entry(
         "one ESP checkpoint, evaluated softly and with hard sorting",
         "the ESP model of table cifar",
-        15,
+        20,
         esp_switch.run,
     ),
 }
