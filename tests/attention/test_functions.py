@@ -12,6 +12,7 @@ import pytest
 import reference
 
 import asap_jax as aj
+from asap_jax.problem import Tokens
 
 BANK = aj.slice_directions(0, 6, 4)
 LAYER_SHAPE = (2, 7, 3, 4)
@@ -235,7 +236,8 @@ def given_dual(dual, own, dtype, side="query"):
     `own` are the queries or keys of its side; their shift takes the dual to cost coordinates, in
     the precision under test, as it does in a calibration.
     """
-    shift = aj.query_shift(own)[0, :, 0]
+    tokens = jnp.swapaxes(own, -2, -3)
+    shift = Tokens(tokens, tokens, tokens.shape[-1] ** -0.5, None, None).shift()[0, 0]
     return aj.Predictor(
         directions=jnp.eye(1, 8),
         coefficients=jnp.zeros(1),
