@@ -63,9 +63,9 @@ class Tokens(NamedTuple):
         steps = self.own - self.origin
         return self.scale * dot(steps, 0.5 * steps + self.origin)
 
-    def shift_of_origin(self) -> jax.Array:
-        """The constant ``(..., 1)`` that ``shift`` leaves out; it cancels in every closure."""
-        return 0.5 * self.scale * squared_norm(self.origin)
+    def absolute_shift(self) -> jax.Array:
+        """The shift ``(..., N)`` with its constant, as ``query_shift`` of ``own``."""
+        return 0.5 * self.scale * squared_norm(self.own)
 
 
 @flax.struct.dataclass
@@ -218,7 +218,12 @@ def make_problem(
 
 
 def _check_sharded(shape: tuple, axis_name: Any, **arrays: jax.Array | None) -> None:
-    """Raises ValueError for a call whose tokens cannot be shared by devices; a trap if size 1."""
+    """Raises an error if devices cannot share the tokens of a call.
+
+    TypeError: ``axis_name`` is not a string. ValueError: it is no axis of a ``shard_map``; a mask
+    or bias that does not leave out whole tokens. With one query or key on a device the shape of a
+    mask does not tell whether it does.
+    """
     checks.instance("axis_name", axis_name, str, "the name of an axis")
     devices.size(axis_name)
     for name, array in arrays.items():
@@ -229,7 +234,7 @@ def _check_sharded(shape: tuple, axis_name: Any, **arrays: jax.Array | None) -> 
                 f"axis_name={axis_name!r} with a {name} needs two or more queries and keys on "
                 f"each device, got scores of shape {shape} there"
             )
-        if 1 not in array.shape[-2:]:
+        if not masks.leaves_out_tokens(array):
             raise ValueError(
                 f"axis_name={axis_name!r} takes a {name} of the keys, (..., heads, 1, M), or of "
                 f"the queries, (..., heads, N, 1), got {array.shape}"

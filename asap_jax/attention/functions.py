@@ -210,11 +210,7 @@ def weights_from_both_duals(pair: DualPair, p: Problem, spec: SinkhornSpec) -> j
     for side in (pair.query, pair.key):
         if side.row_mass is not None or side.corrections:
             raise ValueError("closures='none' allows no corrections and no row_mass in a DualPair")
-    # No closure cancels a constant here.
-    f, g = (
-        predicted_dual(predictor, p, spec) - p.tokens(side, spec.padding).shift_of_origin()
-        for side, predictor in (("query", pair.query), ("key", pair.key))
-    )
+    f, g = (predicted_dual(side, p, spec, absolute=True) for side in (pair.query, pair.key))
     g = g + checks.array("offset", pair.offset).astype(g.dtype)
     return ctransform.attention_weights(p.scores, f, g, epsilon=spec.epsilon, mask=p.mask)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from asap_jax import checks
@@ -42,7 +43,7 @@ def checked(batches: Iterable[Any], fit: Fit) -> Iterable[Any]:
 def _looks_like_one(batches: tuple | list) -> bool:
     if not all(isinstance(x, (jax.Array, np.ndarray)) for x in batches):
         return False
-    return len({(x.ndim, jax.numpy.issubdtype(x.dtype, jax.numpy.floating)) for x in batches}) > 1
+    return len({(x.ndim, jnp.issubdtype(x.dtype, jnp.floating)) for x in batches}) > 1
 
 
 def check_batch(batch: Any, where: str) -> None:

@@ -180,14 +180,8 @@ def key_offset(record: Record) -> tuple[jax.Array, jax.Array]:
         p = problem(record)
         duals = sinkhorn_duals(p.scores, spec=record.spec, mask=p.mask)
         keys = p.tokens("key", record.spec.padding)
-        queries = keys.swapped()
-        f = duals.query + queries.shift() + queries.shift_of_origin()
-        g = (
-            duals.key
-            + keys.shift()
-            + keys.shift_of_origin()
-            + masks.masked_mean(f, keys.other_valid, -1)
-        )
+        f = duals.query + keys.swapped().absolute_shift()
+        g = duals.key + keys.absolute_shift() + masks.masked_mean(f, keys.other_valid, -1)
         valid = checks.validity("valid", keys.own_valid, g)
         all_but_heads = tuple(i for i in range(g.ndim) if i != g.ndim - 2)
         total = jnp.sum(jnp.where(valid, g, jnp.zeros_like(g)), axis=all_but_heads)

@@ -102,8 +102,14 @@ def starting_scaling(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> tu
     )
 
 
-def predicted_dual(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> jax.Array:
-    """The predictor's dual in score coordinates; 0 at tokens inactive in the closures."""
+def predicted_dual(
+    predictor: Predictor, p: Problem, spec: SinkhornSpec, *, absolute: bool = False
+) -> jax.Array:
+    """The predictor's dual in score coordinates; 0 at tokens inactive in the closures.
+
+    It is right up to a constant for each problem, which cancels in every closure. ``absolute``:
+    with that constant, for weights without a closure.
+    """
     ratio = None
     if predictor.statistics is not None:
         p, ratio = inside(predictor.statistics, p)
@@ -111,6 +117,7 @@ def predicted_dual(predictor: Predictor, p: Problem, spec: SinkhornSpec) -> jax.
     first = None
     if predictor.baseline == "first_step":
         first = first_step(p.scores, tokens, predictor.side, epsilon=spec.epsilon, mask=p.mask)
-    dual = centred_dual(predictor, tokens, first) - tokens.shift()
+    shift = tokens.absolute_shift() if absolute else tokens.shift()
+    dual = centred_dual(predictor, tokens, first) - shift
     dual = dual if ratio is None else growth(ratio) * dual
     return jnp.where(p.active(predictor.side), dual, jnp.zeros_like(dual))

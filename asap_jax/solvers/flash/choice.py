@@ -39,9 +39,8 @@ def choose(name: str, p: Problem, calls: int) -> str:
       ValueError: the kernel cannot compute them; the message says why.
     """
     if p.axis_name is not None:
-        calls = max(
-            calls, 2
-        )  # partial results are merged by log-sum-exps, which need such a kernel
+        # Partial results are merged by their log-sum-exps, which kernels for one call do not give.
+        calls = max(calls, 2)
     chosen = _of_platform(calls) if name == FUSED else name
     reason = unfoldable(p) or _refusal(chosen, Facts.of(p, calls))
     if chosen is None or reason is not None:
