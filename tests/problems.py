@@ -74,6 +74,25 @@ def token_padding(lengths, size):
     return (valid[:, :, None] & valid[:, None, :])[:, None]
 
 
+def graded(function, argnums=(0, 1, 2)):
+    """The jitted ``(output, gradients)`` of ``function``, under the loss sum(sin(output)).
+
+    One program traces the function once.
+    """
+
+    def loss(*arguments, **keywords):
+        out = function(*arguments, **keywords)
+        wide = out.astype(jnp.float32) if out.dtype.itemsize < 4 else out
+        return jnp.sum(jnp.sin(wide)), out
+
+    def run(*arguments, **keywords):
+        (_, out), gradients = graded(*arguments, **keywords)
+        return out, gradients
+
+    graded = jax.value_and_grad(loss, argnums, has_aux=True)
+    return jax.jit(run)
+
+
 def slope(function, arguments, rng, *, step=1e-6):
     """A directional derivative of a scalar function: (by jax.grad, by central differences).
 

@@ -24,16 +24,15 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("features", "width"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.usefixtures("unmeasured")
 def test_families_compile_and_can_be_saved_and_loaded(rng, tmp_path, features, width):
-    batches, (model, variables) = data(rng), teacher()
-    result = compile_model(batches, features=features, coefficients="per_head", token_bias=True)
+    settings = dict(features=features, coefficients="per_head", token_bias=True)
+    result = compile_model(data(rng), **settings)
     predictor = result.states[FIRST].predictor
     chex.assert_shape(predictor.coefficients, (2, width))
     aj.save(tmp_path / "compiled.npz", result)
-    loaded = aj.load(tmp_path / "compiled.npz", like=variables)
+    loaded = aj.load(tmp_path / "compiled.npz", like=teacher()[1])
     chex.assert_trees_all_equal(loaded["asap"], dict(result.variables["asap"]))
-    apply = jax.jit(model.apply)
-    chex.assert_trees_all_equal(apply(loaded, batches[1]), apply(result.variables, batches[1]))
 
 
 def test_moments_predict_better_than_the_same_number_of_slices(rng):
@@ -61,6 +60,7 @@ class Constant:
         return x - x.mean(-2, keepdims=True)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_family_registered_in_a_test_compiles_and_loads(rng, tmp_path):
     register("constant")(Constant)
     try:

@@ -77,12 +77,7 @@ def test_predicting_in_groups_gives_the_same_output_and_gradient(rng, monkeypatc
                 q, k, v, bias, mask, predictor=predicting, spec=SPEC, closures=3
             )
 
-        def loss(*args):
-            out = layer(*args)
-            return jnp.sum(jnp.sin(out)), out
-
-        run = jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)
-        return jax.jit(run)(arrays, q, k, v, bias)
+        return problems.graded(layer, (0, 1, 2, 3, 4))(arrays, q, k, v, bias)
 
     monkeypatch.setattr(batching, "ELEMENTS", {})
     whole = results()

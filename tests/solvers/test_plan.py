@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.export
 import jax.numpy as jnp
+import problems
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -17,12 +18,12 @@ def test_gradients_are_right_under_shard_map(implementation):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 4))
     spec = aj.SinkhornSpec(num_steps=4)
     attend = functools.partial(aj.sinkhorn_attention, spec=spec, implementation=implementation)
-    gradient = jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v) ** 2))
+    both = problems.graded(attend)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     shards = jax.shard_map(
-        gradient, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
+        both, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
     )
-    chex.assert_trees_all_close(jax.jit(shards)(q, k, v), gradient(q, k, v), atol=1e-5)
+    chex.assert_trees_all_close(jax.jit(shards)(q, k, v), both(q, k, v), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +44,13 @@ def test_compiled_layers_and_gradients_work_on_a_mesh_with_explicit_axes(familie
         spec=aj.SinkhornSpec(num_steps=4),
         predictor=aj.Predictor(families, aj.LinearHead(jnp.ones(width) / width)),
     )
-    loss = lambda q, k, v, mask: jnp.sum(attend(q, k, v, mask=mask) ** 2)
-    both = jax.jit(lambda *arrays: (attend(*arrays[:3], mask=arrays[3]), jax.grad(loss)(*arrays)))
+    both = problems.graded(lambda q, k, v, mask: attend(q, k, v, mask=mask))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
     with jax.set_mesh(mesh):
         found = jax.block_until_ready(both(*jax.device_put((q, k, v, mask), sharding)))
-    assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x in found)
+    leaves = jax.tree.leaves(found)
+    assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x in leaves)
     chex.assert_trees_all_close(jax.device_get(found), both(q, k, v, mask), atol=1e-5)
 
 

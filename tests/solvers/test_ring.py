@@ -9,6 +9,7 @@ import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 from flax import nnx
 
@@ -91,11 +92,6 @@ def sharded(attend, masking):
     return jax.jit(lambda q, k, v: mapped(q, k, v, {name: a for name, (a, _) in given.items()}))
 
 
-def value_and_gradients(attend, *inputs):
-    loss = lambda *inputs: jnp.sum(jnp.sin(attend(*inputs).astype(jnp.float32)))
-    return jax.jit(lambda *inputs: (attend(*inputs), jax.grad(loss, (0, 1, 2))(*inputs)))(*inputs)
-
-
 @pytest.mark.parametrize(
     ("name", "masking"),
     [
@@ -106,15 +102,15 @@ def value_and_gradients(attend, *inputs):
 def test_the_result_and_the_gradients_are_those_of_one_device(rng, name, masking):
     inputs, masking = arrays(rng), MASKS[masking]
     alone = functools.partial(OPERATORS[name], mask=masking[0], bias=masking[2])
-    expected = value_and_gradients(alone, *inputs)
-    together = value_and_gradients(sharded(OPERATORS[name], masking), *inputs)
+    expected = problems.graded(alone)(*inputs)
+    together = problems.graded(sharded(OPERATORS[name], masking))(*inputs)
     chex.assert_trees_all_close(together, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_bfloat16(rng):
     inputs, attend = arrays(rng, "bfloat16"), OPERATORS["two closures"]
-    expected = value_and_gradients(attend, *[x.astype(jnp.float32) for x in inputs])
-    together = value_and_gradients(sharded(attend, MASKS["no mask"]), *inputs)
+    expected = problems.graded(attend)(*[x.astype(jnp.float32) for x in inputs])
+    together = problems.graded(sharded(attend, MASKS["no mask"]))(*inputs)
     assert {x.dtype.name for x in jax.tree.leaves(together)} == {"bfloat16"}
     together = jax.tree.map(lambda x: x.astype(jnp.float32), together)
     chex.assert_trees_all_close(together, expected, atol=2e-2)
@@ -206,7 +202,7 @@ def test_examples_and_tokens_on_two_axes(rng):
     step = functools.partial(attend, axis_name="tokens")
     mapped = jax.jit(jax.shard_map(step, mesh=both, in_specs=spec, out_specs=spec))
     chex.assert_trees_all_close(
-        value_and_gradients(mapped, *inputs), value_and_gradients(attend, *inputs), atol=2e-5
+        problems.graded(mapped)(*inputs), problems.graded(attend)(*inputs), atol=2e-5
     )
 
 

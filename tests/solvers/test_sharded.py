@@ -4,8 +4,8 @@ import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 
 import asap_jax as aj
@@ -50,12 +50,7 @@ def shardings(which):
 def test_sharded_tokens_give_the_result_and_gradients_of_one_device(rng, name, which):
     arrays = [rng.normal(size=(1, LENGTH, HEADS, DIM)).astype("float32") for _ in range(3)]
     mask = (np.arange(LENGTH) < 500)[None, None, None]
-
-    def loss(query, key, value, mask):
-        out = OPERATORS[name](query, key, value, mask=mask)
-        return jnp.sum(jnp.sin(out)), out
-
-    both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    both = problems.graded(lambda q, k, v, mask: OPERATORS[name](q, k, v, mask=mask))
     placed = [jax.device_put(x, s) for x, s in zip((*arrays, mask), shardings(which), strict=True)]
     chex.assert_trees_all_close(both(*placed), both(*arrays, mask), rtol=2e-5, atol=2e-5)
 
@@ -67,12 +62,11 @@ def test_tokens_stay_sharded_inside_shard_map(rng):
     arrays = [rng.normal(size=(2, LENGTH, HEADS, DIM)).astype("float32") for _ in range(3)]
     placed = [jax.device_put(x, tokens) for x in arrays]
     attend = OPERATORS["two closures"]
-    loss = lambda *arrays: jnp.sum(jnp.sin(attend(*arrays)))
-    both = lambda *arrays: (attend(*arrays), jax.grad(loss, (0, 1, 2))(*arrays))
+    both = problems.graded(attend)
     data = jax.sharding.PartitionSpec("data")
     mapped = jax.shard_map(both, mesh=mesh, in_specs=data, out_specs=data, axis_names={"data"})
     compiled = jax.jit(mapped, out_shardings=tokens).lower(*placed).compile()
-    expected = jax.jit(both)(*arrays)
+    expected = both(*arrays)
     chex.assert_trees_all_close(compiled(*placed), expected, rtol=2e-5, atol=2e-5)
     assert sharded.gathered_tokens(compiled.as_text(), LENGTH) <= 130  # a block of queries
 
