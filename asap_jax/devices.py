@@ -36,6 +36,16 @@ def anywhere(x: jax.Array, axis_name: str | None) -> jax.Array:
     return x if axis_name is None else largest(x.astype(jnp.int32), axis_name) > 0
 
 
+def may_differ(x: jax.Array, axis_name: str) -> bool:
+    """Whether ``x`` may be another array on every device; False if JAX knows that it is not."""
+
+    def varies(array: jax.Array) -> bool:
+        known = getattr(jax.typeof(array), "manual_axis_type", None)
+        return axis_name in getattr(known, "varying", ())
+
+    return varies(x) or not varies(jax.lax.axis_index(axis_name))
+
+
 def size(axis_name: str) -> int:
     """The number of devices.
 

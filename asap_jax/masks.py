@@ -18,6 +18,8 @@ from asap_jax import checks, devices
 MASKED_BIAS = -1e8
 SOFT_MASK = -1e3
 """Biases of this and 0 alone are taken for an additive mask."""
+SOFT_MASK_GAP = 5.0
+"""So are biases that differ by less than 1e3 from 0 or from a value this many times as low."""
 LARGEST_BIAS = 1e6
 """Largest bias that leaves float32 scores a tenth of their unit."""
 
@@ -78,60 +80,70 @@ def _is_binary(mask: jax.Array) -> jax.Array | None:
 def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None]:
     """Splits an additive bias into a finite bias and a mask, True where attention is allowed.
 
-    Entries <= -1e8 are masked, and so is the most negative finite value of a narrower dtype.
-    Both results broadcast to the scores ``shape``. The mask is None if the bias has concrete
-    values that mask nothing.
+    Entries <= ``mask_limit`` are masked. Both results broadcast to the scores ``shape``. The mask
+    is None if the bias has concrete values that mask nothing.
 
     Raises:
       TypeError, ValueError: dtype or shape that does not fit. ValueError also for concrete values
         that are +inf or NaN, or that are larger than 1e6 and not masked: float32 scores plus such a
-        bias have lost their digits, or that look like a mask: only 0 and 1, or only 0 and one value
-        from -1e3 down. Traced values are not checked; +inf or NaN then spoils the rows and columns
-        that it is added to.
+        bias have lost their digits, or that look like a mask: only 0 and 1, or small ones beside
+        some near -1e4 and nothing between. Traced values that are too large become NaN, and spoil
+        the rows and columns that they are added to.
     """
     if bias is None:
         return None, None
     array = checks.real_array("bias", bias)
     checks.broadcasts_to("bias", array.shape, "scores", shape)
-    limit = max(MASKED_BIAS, float(jnp.finfo(array.dtype).min))
+    limit, largest = mask_limit(array.dtype), _largest(array.dtype)
     if not isinstance(array, jax.core.Tracer):  # a constant is concrete inside jit too
         values = np.asarray(array)
         hidden = values <= limit
-        _check_sizes(values, hidden)
-        _check_not_a_mask(values, limit)
+        wrong = values[~(hidden | (np.abs(values) <= largest))]
+        if wrong.size:
+            raise ValueError(
+                f"bias must be within +-{largest:g}, or <= {limit:g} where it masks, got {wrong[0]}"
+            )
         if not hidden.any():
+            _check_not_a_mask(values, limit)
             return array, None
     masked = array <= limit
-    return jnp.where(masked, jnp.zeros_like(array), array), ~masked
+    usable = jnp.where(jnp.abs(array) <= largest, array, jnp.full_like(array, jnp.nan))
+    return jnp.where(masked, jnp.zeros_like(array), usable), ~masked
 
 
-def _check_sizes(bias: np.ndarray, hidden: np.ndarray) -> None:
-    most = float(jnp.finfo(bias.dtype).max)
-    largest = most if bias.dtype == np.float64 else min(LARGEST_BIAS, most)
-    wrong = ~(hidden | (np.abs(bias) <= largest))
-    if wrong.any():
-        value = bias[wrong][0]
-        raise ValueError(
-            f"bias must be within +-{largest:g}, or <= {MASKED_BIAS:g} where it masks, got {value}"
-        )
+def mask_limit(dtype: Any) -> float:
+    """Biases of this dtype mask from here downwards: -1e8, and half the lowest float16.
+
+    A float16 mask of -65504 plus a small bias is still one.
+    """
+    return max(MASKED_BIAS, float(jnp.finfo(dtype).min) / 2)
+
+
+def _largest(dtype: Any) -> float:
+    """The largest absolute value of a bias of this dtype that does not mask."""
+    most = float(jnp.finfo(dtype).max)
+    return most if dtype == jnp.float64 else min(LARGEST_BIAS, most)
 
 
 def _check_not_a_mask(bias: np.ndarray, limit: float) -> None:
-    """Refuses the two values of a mask, above ``limit``, where they would be added to the scores.
+    """Refuses the values of a mask, above ``limit``, where they would be added to the scores.
 
     A key with a bias of -1e4 is no more masked than others: columns get their sums back.
     """
     if bias.size == 0:
         return
     low, high = float(bias.min()), float(bias.max())
-    if low == high or not np.all((bias == low) | (bias == high)):
+    if low == high:
         return
-    if (low, high) == (0, 1):
+    two = bool(np.all((bias == low) | (bias == high)))
+    if two and (low, high) == (0, 1):
         raise ValueError("bias holds only 0 and 1, as a mask does: give masks as mask=")
-    if high == 0 and limit < low <= SOFT_MASK:
+    small = np.abs(bias) < -SOFT_MASK
+    apart = low <= SOFT_MASK_GAP * SOFT_MASK and bool(np.all(small | (bias < low - SOFT_MASK)))
+    if (two and high == 0 and low <= SOFT_MASK) or (apart and small.any()):
         raise ValueError(
-            f"bias holds only 0 and {low:g}, as an additive mask does, but a bias masks from "
-            f"{limit:g} on: give -1e9, or a bool mask as mask="
+            f"bias has small values and {low:g}, as an additive mask does, but only {limit:g} or "
+            "lower masks: give -1e9, or a bool mask as mask="
         )
 
 

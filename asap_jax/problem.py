@@ -200,11 +200,12 @@ def make_problem(
     key, value = match_heads(query, key, value)
     q, k, v = [jnp.swapaxes(checks.at_least_f32(x), -2, -3) for x in (query, key, value)]
     scale, shape = checks.score_scale(scale, q.shape[-1]), (*q.shape[:-1], k.shape[-2])
+    if axis_name is not None:
+        _check_sharded(axis_name, dict(query=query, key=key, value=value))
+        _check_masks_of_a_device(axis_name, shape, dict(bias=bias, mask=mask))
     bias, allowed = masks.as_bias(bias, shape)
     q, v = masks.spoiled(mask, q, v)
     mask = masks.as_mask(mask, shape)
-    if axis_name is not None:
-        _check_sharded(shape, axis_name, bias=bias, mask=mask)
     validity = masks.joint_validity(mask, allowed, shape, axis_name)
     if validity is not None:
         q = masks.zero_inactive(q, validity.query)
@@ -217,15 +218,29 @@ def make_problem(
     return Problem(q, k, v, bias, mask, validity, scale, query.dtype, precision, whole, axis_name)
 
 
-def _check_sharded(shape: tuple, axis_name: Any, **arrays: jax.Array | None) -> None:
-    """Raises an error if devices cannot share the tokens of a call.
+def _check_sharded(axis_name: Any, arrays: dict[str, jax.Array]) -> None:
+    """Raises an error if ``axis_name`` is not an axis over which the arrays are sharded.
 
-    TypeError: ``axis_name`` is not a string. ValueError: it is no axis of a ``shard_map``; a mask
-    or bias that does not leave out whole tokens. With one query or key on a device the shape of a
-    mask does not tell whether it does.
+    TypeError: not a string. ValueError: not an axis of a ``shard_map``, or an array is the same on
+    all devices, as far as JAX knows (with ``check_vma=False`` it does not).
     """
     checks.instance("axis_name", axis_name, str, "the name of an axis")
     devices.size(axis_name)
+    for name, array in arrays.items():
+        if not devices.may_differ(array, axis_name):
+            raise ValueError(
+                f"axis_name={axis_name!r} is for tokens that are sharded over this axis, but "
+                f"{name} of shape {array.shape} is the same on all devices: shard its tokens in "
+                "the in_specs of jax.shard_map"
+            )
+
+
+def _check_masks_of_a_device(axis_name: str, shape: tuple, arrays: dict[str, Any]) -> None:
+    """Raises ValueError for masks and biases with which devices cannot share the tokens.
+
+    With one query or key on a device the shape does not tell whether whole tokens are left out.
+    ``shape`` is that of the scores of one device.
+    """
     for name, array in arrays.items():
         if array is None:
             continue
@@ -234,10 +249,14 @@ def _check_sharded(shape: tuple, axis_name: Any, **arrays: jax.Array | None) -> 
                 f"axis_name={axis_name!r} with a {name} needs two or more queries and keys on "
                 f"each device, got scores of shape {shape} there"
             )
-        if not masks.leaves_out_tokens(array):
+        array = checks.array(name, array)
+        n, m = shape[-2:]
+        if array.ndim == len(shape) and array.shape[-2:] not in ((1, m), (n, 1), (1, 1)):
             raise ValueError(
                 f"axis_name={axis_name!r} takes a {name} of the keys, (..., heads, 1, M), or of "
-                f"the queries, (..., heads, N, 1), got {array.shape}"
+                f"the queries, (..., heads, N, 1), sharded as they are: {(1, m)} or {(n, 1)} on "
+                f"each device, got shape {array.shape}. Give one as mask and the other as bias to "
+                "leave out both"
             )
 
 

@@ -140,8 +140,8 @@ class CompiledState:
           bias, scale, rows = state.to_bias(query, key, None, mask)
           out = jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
 
-        is the layer's output, times ``rows`` if they are not None. (That function takes bool masks
-        only.)
+        is the layer's output, times ``rows`` if they are not None. The mask is needed in both
+        calls; that function takes bool masks only.
 
         Args:
           query: ``(..., N, heads, head_dim)``; key: ``(..., M, heads, head_dim)``.

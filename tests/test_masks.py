@@ -213,6 +213,27 @@ def test_a_bias_with_the_values_of_a_mask_is_refused(shape):
         masks.as_bias(keep.astype("float32"), (2, 3, 6, 6))
 
 
+def test_the_values_of_a_soft_mask_are_refused_with_a_bias_of_positions_too():
+    keep, positions = np.arange(6) < 4, np.linspace(-3, 40, 6)
+    for low in (-1e4, -1e5):
+        bias = (np.where(keep, 0, low) + positions).astype("float32")[None, None, None]
+        with pytest.raises(ValueError, match="only -1e\\+08 or lower masks"):
+            masks.as_bias(bias, (2, 3, 6, 6))
+    steps = np.array([0, -2e3, -4e3, -6e3, -8e3, -1e4], "float32")[None, None, None]
+    assert masks.as_bias(steps, (2, 3, 6, 6))[1] is None
+
+
+def test_a_float16_mask_with_a_bias_of_positions_is_a_mask():
+    keep, positions = np.arange(6) < 4, np.linspace(0, 40, 6)
+    bias = (np.where(keep, 0, -65504) + positions).astype(np.float16)[None, None, None]
+    for convert in (lambda bias: masks.as_bias(bias, (2, 3, 6, 6)), lambda bias: jax.jit(
+        lambda bias: masks.as_bias(bias, (2, 3, 6, 6))
+    )(bias)):  # fmt: skip
+        values, mask = convert(bias)
+        np.testing.assert_array_equal(mask[0, 0, 0], keep)
+        np.testing.assert_array_equal(values[0, 0, 0, :4], bias[0, 0, 0, :4])
+
+
 def test_other_biases_of_two_values_are_biases():
     shape = (1, 1, 6, 6)
     keep = np.eye(6, dtype=bool)[None, None]

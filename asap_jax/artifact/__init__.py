@@ -49,7 +49,7 @@ def save(path: str | os.PathLike, result: CompileResult, *, weights: bool = Fals
       OSError: the file cannot be written; an existing file is then unchanged.
     """
     checks.instance("result", result, CompileResult, "a CompileResult")
-    checks.static_bool("weights", weights)
+    checks.instance("weights", weights, bool, "True or False")
     name = _file_name(path)
     teacher = result.variables if result.model is None else result.model
     arrays: dict[str, np.ndarray] = {}

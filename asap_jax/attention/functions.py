@@ -107,7 +107,8 @@ def asap_attention(
       query, key, value, bias, mask, implementation, and Flax's keywords: as in
         ``sinkhorn_attention``.
       predictor: the fitted predictor.
-      spec: the teacher's convention.
+      spec: the teacher's convention, to which the predictor was fitted. The modules check that;
+        this function cannot.
       closures: static. ``"one_sided"`` (ASAP-0): one key closure. ``"two_sided"`` (ASAP): key,
         query, key for a layer that ends on columns; key, query for one that ends on rows. An int
         n: n closures from the predictor's side, the last one where ``ending`` says. ``"none"``

@@ -178,7 +178,7 @@ def _with_coupling(
 def _masking(bias: Any) -> np.ndarray:
     """Where a concrete bias masks, see ``masks.as_bias``."""
     bias = np.asarray(bias)
-    return bias <= max(masks.MASKED_BIAS, float(jnp.finfo(bias.dtype).min))
+    return bias <= masks.mask_limit(bias.dtype)
 
 
 def _check_bias(bias) -> None:

@@ -11,7 +11,12 @@ import flax.linen as nn
 import jax
 from flax import nnx
 from flax.core.scope import Scope, union_filters
-from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
+from flax.errors import (
+    ApplyScopeInvalidVariablesStructureError,
+    ApplyScopeInvalidVariablesTypeError,
+    ScopeCollectionNotFound,
+    ScopeParamNotFoundError,
+)
 from flax.linen.module import TestScope
 
 from asap_jax import checks, records
@@ -22,6 +27,13 @@ from asap_jax.compiler.fit import Fit
 from asap_jax.compiler.options import Options, explain_fit_settings
 from asap_jax.linen.attention import CAPTURE, SCAN_HINT, STATE
 from asap_jax.records import CompiledState, Passed, Record
+
+_NO_PARAMS = (
+    ApplyScopeInvalidVariablesStructureError,
+    ApplyScopeInvalidVariablesTypeError,
+    ScopeCollectionNotFound,
+    ScopeParamNotFoundError,
+)
 
 
 class Calibration(compiling.Calibration):
@@ -60,7 +72,7 @@ class Calibration(compiling.Calibration):
         with _axis_errors(CAPTURE):
             try:
                 return self._recorded(variables, batch)
-            except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
+            except _NO_PARAMS as error:
                 if "params" in variables:
                     raise
                 raise ValueError(

@@ -21,7 +21,8 @@ class LinearHead:
         if w.shape[-1:] != x.shape[-1:] or w.shape[:-1] not in ((), x.shape[-3:-2]):
             raise ValueError(
                 f"coefficients of shape {w.shape} do not fit features of shape {x.shape}: "
-                f"expected ({x.shape[-1]},) or (heads, {x.shape[-1]})"
+                f"expected ({x.shape[-1]},) or (heads, {x.shape[-1]}). The predictor was fitted to "
+                "other features, or to another number of heads or head_dim than those of the query"
             )
         form = "...nf,f->...n" if w.ndim == 1 else "...hnf,hf->...hn"
         return jnp.einsum(form, x, w, precision=jax.lax.Precision.HIGHEST)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from asap_jax import checks
 from asap_jax.predictor import row_mass
 from asap_jax.predictor.predictor import Predictor, check
 from asap_jax.predictor.starting_dual import starting_scaling
@@ -64,6 +65,9 @@ def key_bias(
     rows_of = row_mass.rows_of(
         predictor.row_mass, spec, ending, predictor.padding, predictor.statistics
     )
+    query, key = checks.real_array("query", query), checks.real_array("key", key)
+    if query.shape[-1:] != key.shape[-1:]:
+        raise ValueError(f"head_dim of query and key differ: query {query.shape}, key {key.shape}")
     p = make_problem(query, key, key, bias, mask, scale=spec.scale)
     scaling, _ = starting_scaling(predictor, p, spec)
     scaling = scaling[..., None, :]

@@ -491,6 +491,11 @@ def test_load_refuses_objects_that_are_not_a_teacher(saved, like):
         aj.load(saved[0], like=like)
 
 
+def test_load_refuses_an_nnx_state_by_name(saved):
+    with pytest.raises(TypeError, match="like must be an nnx.Module.* got an nnx.State"):
+        aj.load(saved[0], like=nnx.state(Layers()))
+
+
 def test_save_accepts_only_compile_results(path):
     with pytest.raises(TypeError, match="result must be a CompileResult, got dict"):
         aj.save(path, linen_teacher()[1])

@@ -272,6 +272,9 @@ def test_layers_that_are_not_one_softmax_have_no_bias(rng):
         from_queries.to_bias(q, k)
     with pytest.raises(ValueError, match=r"ending='teacher' of a teacher with num_steps=4"):
         aj.CompiledState(predictor, spec, closures=1).to_bias(q, k)
+    state = aj.CompiledState(predictor, spec, closures=1, ending="row")
+    with pytest.raises(ValueError, match=r"head_dim of query and key differ: query \(.*, 4\), key"):
+        state.to_bias(q, k[..., :3])
 
 
 def test_the_bias_of_a_call_and_queries_without_keys_are_honoured(rng):

@@ -326,7 +326,7 @@ def test_mapping_one_layer_over_examples_is_an_error_that_names_the_remedy(rng):
 def test_parameters_without_their_collection_are_an_error_that_says_so(rng):
     model = Loop()
     variables = initial(rng, model)
-    for given in (variables["params"], {}):
+    for given in (variables["params"], {}, {"scale": jnp.ones(2)}):
         with pytest.raises(ValueError, match=r"no collection 'params'.*\{'params': params\}"):
             aj.linen.compile(model, given, data(rng))
 

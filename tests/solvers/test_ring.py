@@ -281,6 +281,31 @@ def test_what_needs_all_tokens_on_one_device_is_refused(rng, case):
         jax.eval_shape(mapped, *arrays(rng))
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_arrays_that_are_the_same_on_all_devices_are_named(rng, name):
+    whole = jax.sharding.PartitionSpec()
+    specs = tuple(whole if one == name else TOKENS for one in ("query", "key", "value"))
+    attend = functools.partial(aj.sinkhorn_attention, spec=EVEN, axis_name="tokens")
+    mapped = jax.shard_map(attend, mesh=mesh(), in_specs=specs, out_specs=TOKENS)
+    one = {"query": LENGTH // 2, "key": KEYS // 2, "value": KEYS // 2}
+    inputs = [
+        x[:, : one[argument]] if argument == name else x
+        for argument, x in zip(one, arrays(rng), strict=True)
+    ]
+    with pytest.raises(ValueError, match=f"{name} of shape .* is the same on all devices"):
+        jax.eval_shape(mapped, *inputs)
+
+
+def test_a_mask_of_other_tokens_than_those_of_a_device_is_refused_with_its_shape(rng):
+    mask = np.ones((BATCH, 1, 1, KEYS), bool)  # of all keys, not sharded
+    attend = functools.partial(aj.sinkhorn_attention, spec=EVEN, axis_name="tokens", mask=mask)
+    mapped = jax.shard_map(attend, mesh=mesh(), in_specs=TOKENS, out_specs=TOKENS)
+    with pytest.raises(
+        ValueError, match=r"axis_name='tokens' takes a mask of .*\(1, 8\) or \(6, 1\)"
+    ):
+        jax.eval_shape(mapped, *arrays(rng))
+
+
 def test_axis_name_outside_of_shard_map_and_of_another_type(rng):
     with pytest.raises(ValueError, match="not an axis of an enclosing jax.shard_map"):
         aj.softmax_attention(*arrays(rng), axis_name="tokens")
