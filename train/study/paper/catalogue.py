@@ -71,7 +71,7 @@ TABLES: dict[str, Entry] = {
     "mnist_replacement": Entry(
         "shallow MNIST layer: patch sizes, residual fit, refresh",
         "a teacher with S=5 for every patch size and seed",
-        40,
+        50,
         mnist.run,
     ),
     "cifar": Entry(
