@@ -86,9 +86,9 @@ def as_bias(bias: Any, shape: tuple) -> tuple[jax.Array | None, jax.Array | None
     Raises:
       TypeError, ValueError: dtype or shape that does not fit. ValueError also for concrete values
         that are +inf or NaN, or that are larger than 1e6 and not masked: float32 scores plus such a
-        bias have lost their digits, or that look like a mask: only 0 and 1, or small ones beside
-        some near -1e4 and nothing between. Traced values that are too large become NaN, and spoil
-        the rows and columns that they are added to.
+        bias have lost their digits, or that look like a mask: only 0 and 1, only 0 and one value
+        from -1e3 down, or values within 1e3 of 0 and of a value from -5e3 down. Traced values that
+        are too large become NaN, and spoil the rows and columns that they are added to.
     """
     if bias is None:
         return None, None

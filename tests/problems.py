@@ -86,10 +86,10 @@ def graded(function, argnums=(0, 1, 2)):
         return jnp.sum(jnp.sin(wide)), out
 
     def run(*arguments, **keywords):
-        (_, out), gradients = graded(*arguments, **keywords)
+        (_, out), gradients = differentiated(*arguments, **keywords)
         return out, gradients
 
-    graded = jax.value_and_grad(loss, argnums, has_aux=True)
+    differentiated = jax.value_and_grad(loss, argnums, has_aux=True)
     return jax.jit(run)
 
 

@@ -223,15 +223,14 @@ def test_the_values_of_a_soft_mask_are_refused_with_a_bias_of_positions_too():
     assert masks.as_bias(steps, (2, 3, 6, 6))[1] is None
 
 
-def test_a_float16_mask_with_a_bias_of_positions_is_a_mask():
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_float16_mask_with_a_bias_of_positions_is_a_mask(jit):
     keep, positions = np.arange(6) < 4, np.linspace(0, 40, 6)
     bias = (np.where(keep, 0, -65504) + positions).astype(np.float16)[None, None, None]
-    for convert in (lambda bias: masks.as_bias(bias, (2, 3, 6, 6)), lambda bias: jax.jit(
-        lambda bias: masks.as_bias(bias, (2, 3, 6, 6))
-    )(bias)):  # fmt: skip
-        values, mask = convert(bias)
-        np.testing.assert_array_equal(mask[0, 0, 0], keep)
-        np.testing.assert_array_equal(values[0, 0, 0, :4], bias[0, 0, 0, :4])
+    split = lambda bias: masks.as_bias(bias, (2, 3, 6, 6))
+    values, mask = jax.jit(split)(bias) if jit else split(bias)
+    np.testing.assert_array_equal(mask[0, 0, 0], keep)
+    np.testing.assert_array_equal(values[0, 0, 0, :4], bias[0, 0, 0, :4])
 
 
 def test_other_biases_of_two_values_are_biases():

@@ -19,10 +19,10 @@ def framework(teacher: Any) -> str:
     """``"nnx"`` or ``"linen"``; TypeError for anything that is not a teacher."""
     if isinstance(teacher, nnx.Module):
         return "nnx"
-    if isinstance(teacher, Mapping) and not isinstance(teacher, nnx.State):
-        return "linen"
-    if isinstance(teacher, nnx.State):
+    if isinstance(teacher, nnx.State):  # a Mapping too
         raise TypeError("like must be an nnx.Module or linen variables, got an nnx.State")
+    if isinstance(teacher, Mapping):
+        return "linen"
     raise TypeError(f"like must be linen variables or an nnx.Module, got {type(teacher).__name__}")
 
 

@@ -287,10 +287,10 @@ def test_arrays_that_are_the_same_on_all_devices_are_named(rng, name):
     specs = tuple(whole if one == name else TOKENS for one in ("query", "key", "value"))
     attend = functools.partial(aj.sinkhorn_attention, spec=EVEN, axis_name="tokens")
     mapped = jax.shard_map(attend, mesh=mesh(), in_specs=specs, out_specs=TOKENS)
-    one = {"query": LENGTH // 2, "key": KEYS // 2, "value": KEYS // 2}
+    per_device = {"query": LENGTH // 2, "key": KEYS // 2, "value": KEYS // 2}
     inputs = [
-        x[:, : one[argument]] if argument == name else x
-        for argument, x in zip(one, arrays(rng), strict=True)
+        x[:, :length] if argument == name else x
+        for (argument, length), x in zip(per_device.items(), arrays(rng), strict=True)
     ]
     with pytest.raises(ValueError, match=f"{name} of shape .* is the same on all devices"):
         jax.eval_shape(mapped, *inputs)
